@@ -1,0 +1,74 @@
+"""The program: a command word, then key=value words. Imports no torch; each command imports what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+from trainer import __version__
+from trainer.commands.report_error import report
+from trainer.errors import ConfigError, TrainerError, closest
+
+COMMANDS = {
+    "train": "fine-tune (the default)",
+    "recipes": "list the recipes",
+    "resume": "continue a stopped run: run=DIR",
+    "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
+}
+HELP_FLAGS = ("-h", "--help")
+
+
+def main() -> int:
+    """Entry point; returns the exit code of the contract."""
+    # A waiting OpenMP thread spins by default: beside any other busy process every operation then takes a time slice,
+    # measured 13 times slower. Read when torch loads, so it is set before.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    words = sys.argv[1:]
+    debug = "debug=true" in [word.lower() for word in words]
+    try:
+        return dispatch(words)
+    except TrainerError as error:
+        return report(error, debug)
+    except KeyboardInterrupt:
+        print("trainer: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+    except Exception:
+        traceback.print_exc()
+        print("trainer: this is a bug, not your mistake: please report it with the lines above", file=sys.stderr)
+        return 1
+
+
+def dispatch(words: list[str]) -> int:
+    """Finds the command and runs it."""
+    if "--version" in words:
+        print(f"trainer {__version__}")
+        return 0
+    name, rest = "train", words
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        name, rest = words[0], words[1:]
+        if name not in COMMANDS:
+            raise ConfigError(
+                f"{name}: no such command{closest(name, COMMANDS)}. Commands: {', '.join(COMMANDS)}. "
+                "Settings are written key=value."
+            )
+    if any(word in HELP_FLAGS for word in rest):
+        if name == "train" and (not words or words[0] != "train"):
+            from trainer.commands.help import text
+
+            print(text(COMMANDS))
+        else:
+            print(_module(name).HELP)
+        return 0
+    return _module(name).run(rest)
+
+
+def _module(name: str):
+    return importlib.import_module(f"trainer.commands.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""The embedded corpus: a small closed world, written out as dialogues and plain text.
+
+Two sets come from here, each with a held-out file whose rows never occur in training:
+
+- `pretrain`: short tasks of many kinds (questions about a scene, copying, sums, opposites, ...).
+  Most answers take names, colours, things or numbers out of the prompt, because that is the
+  ability an adapter can build on later.
+- `orders`: one task that the base does not do, an order sentence turned into a record.
+
+Everything is drawn from one seeded generator, so the same seed gives the same bytes.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+Turn = tuple[str, str]  # what the user says, what the assistant answers
+Row = dict[str, object]  # {"messages": [...]} or {"text": ...}
+
+NAMES = ["Mia", "Tom", "Anna", "Ben", "Lily", "Sam", "Nora", "Max", "Ella", "Leo", "Ruby", "Jack", "Clara", "Finn", "Rosa", "Hugo", "Ivy", "Paul", "Zoe", "Carl", "Ada", "Emil", "Jane", "Oscar", "Maya", "Peter", "Tess", "Adam", "Lucy", "Felix", "Iris", "Karl", "Nina", "Otto", "Vera", "Noah", "Sara", "Luke", "Alma", "Theo", "Eva", "Dan"]
+COLOURS = ["red", "blue", "green", "yellow", "black", "white", "brown", "pink", "purple", "orange", "grey", "golden"]
+# Every plural is the singular and an "s": the rule is learnable from few examples.
+ITEMS = ["lamp", "ball", "cup", "book", "hat", "kite", "drum", "chair", "table", "boat", "coat", "bell", "clock", "spoon", "plate", "bag", "ring", "pen", "rope", "flag", "shoe", "basket", "bottle", "button", "candle", "pillow", "blanket", "ladder", "mirror", "bucket", "ribbon", "tent"]
+NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+PLACES = ["garden", "kitchen", "park", "school", "market", "forest", "beach", "barn", "library", "station", "village", "harbour"]
+ANIMALS = {
+    "cat": "meow", "dog": "woof", "cow": "moo", "duck": "quack", "sheep": "baa", "pig": "oink",
+    "horse": "neigh", "mouse": "squeak", "bee": "buzz", "snake": "hiss", "owl": "hoot", "lion": "roar",
+}  # fmt: skip
+FOODS = ["bread", "soup", "cake", "rice", "cheese", "honey", "milk", "tea", "salad", "pie", "jam", "fish"]
+OPPOSITES = [
+    pair.split("-")
+    for pair in ["hot-cold", "big-small", "old-new", "tall-short", "fast-slow", "day-night", "up-down", "wet-dry", "happy-sad", "open-closed", "full-empty", "loud-quiet", "hard-soft", "light-dark", "early-late", "long-brief", "near-far", "rich-poor", "strong-weak", "clean-dirty", "high-low", "deep-shallow", "thick-thin", "sweet-sour"]
+]
+COLOUR_OF = {
+    "grass": "green", "snow": "white", "coal": "black", "the sky": "blue", "a lemon": "yellow",
+    "a tomato": "red", "a frog": "green", "chocolate": "brown", "a swan": "white", "a crow": "black",
+    "the sun": "yellow", "a carrot": "orange", "the sea": "blue", "a cloud": "white", "a cherry": "red",
+    "an elephant": "grey", "a crown": "golden", "a plum": "purple", "a rose": "pink", "wood": "brown",
+}  # fmt: skip
+VERBS = (("has", "have"), ("wants", "want"), ("sees", "see"), ("sells", "sell"), ("buys", "buy"), ("needs", "need"))
+
+
+def with_article(words: str) -> str:
+    return ("an " if words[0] in "aeiou" else "a ") + words
+
+
+def capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
+
+
+@dataclass(frozen=True)
+class Goods:
+    """Some equal things: `count` of one colour and kind."""
+
+    count: int
+    colour: str
+    item: str
+
+    @property
+    def noun(self) -> str:
+        return self.item if self.count == 1 else self.item + "s"
+
+    @property
+    def are(self) -> str:
+        return "is" if self.count == 1 else "are"
+
+    def __str__(self) -> str:
+        words = f"{self.colour} {self.noun}"
+        return with_article(words) if self.count == 1 else f"{NUMBERS[self.count - 1]} {words}"
+
+
+def some_goods(rng: random.Random) -> Goods:
+    return Goods(rng.randint(1, len(NUMBERS)), rng.choice(COLOURS), rng.choice(ITEMS))
+
+
+def differing_goods(rng: random.Random, num: int) -> list[Goods]:
+    """Goods of which no two share a colour or a kind, so that either one tells them apart."""
+    colours, items = rng.sample(COLOURS, num), rng.sample(ITEMS, num)
+    return [Goods(rng.randint(1, len(NUMBERS)), *pair) for pair in zip(colours, items, strict=True)]
+
+
+# Dialogues about something that was just said: the first turn carries it, later turns ask on.
+
+
+def scene(rng: random.Random) -> list[Turn]:
+    num_people = rng.randint(2, 4)
+    third, base = rng.choice(VERBS)
+    owners = list(zip(rng.sample(NAMES, num_people), differing_goods(rng, num_people), strict=True))
+    told = " ".join(f"{name} {third} {goods}." for name, goods in owners)
+    turns = []
+    for name, goods in rng.choices(owners, k=rng.randint(1, 3)):
+        turns.append(
+            rng.choice(
+                [
+                    (f"Who {third} the {goods.colour} {goods.noun}?", f"{name} {third} the {goods.colour} {goods.noun}."),
+                    (f"What does {name} {base}?", f"{name} {third} {goods}."),
+                    (f"What colour {goods.are} the {goods.noun}?", f"The {goods.noun} {goods.are} {goods.colour}."),
+                    (f"Who {third} the {goods.noun}?", f"{name} does."),
+                    (f"How many {goods.item}s does {name} {base}?", f"{capital(NUMBERS[goods.count - 1])}."),
+                    (f"How many {goods.item}s? Use a digit.", f"{goods.count}"),
+                    (f"Which thing is {goods.colour}?", f"The {goods.item}."),
+                ]
+            )
+        )
+    return [(f"{told} {turns[0][0]}", turns[0][1]), *turns[1:]]
+
+
+def trip(rng: random.Random) -> list[Turn]:
+    num_people = rng.randint(1, 3)
+    people, places = rng.sample(NAMES, num_people), rng.sample(PLACES, num_people)
+    days, animals = rng.sample(DAYS, num_people), rng.sample(sorted(ANIMALS), num_people)
+    trips = list(zip(people, places, days, animals, strict=True))
+    told = " ".join(
+        f"On {day} {name} went to the {place} with {with_article(animal)}." for name, place, day, animal in trips
+    )
+    turns = []
+    for name, place, day, animal in rng.choices(trips, k=rng.randint(1, 3)):
+        turns.append(
+            rng.choice(
+                [
+                    (f"Where did {name} go?", f"{name} went to the {place}."),
+                    (f"When did {name} go?", f"{name} went on {day}."),
+                    (f"Who went to the {place}?", f"{name} went to the {place}."),
+                    (f"Which animal was in the {place}?", f"The {animal}."),
+                    (f"Who was out on {day}?", f"{name} and the {animal}."),
+                ]
+            )
+        )
+    return [(f"{told} {turns[0][0]}", turns[0][1]), *turns[1:]]
+
+
+def shop(rng: random.Random) -> list[Turn]:
+    """Small talk about a purchase: what the base says where the tuned model writes a record."""
+    name, goods, day = rng.choice(NAMES), some_goods(rng), rng.choice(DAYS)
+    said = rng.choice(
+        [
+            f"{name} wants {goods} by {day}.",
+            f"{name} would like {goods} on {day}.",
+            f"I am {name}. I want {goods} on {day}.",
+            f"On {day} {name} comes for {goods}.",
+            f"Keep {goods} for {name} until {day}.",
+        ]
+    )
+    ready = "It will be" if goods.count == 1 else "They will be"
+    return [(said, f"Very good! {capital(str(goods))} for {name}. {ready} ready on {day}.")]
+
+
+def record(rng: random.Random) -> list[Turn]:
+    """Fields named one by one, written as JSON: the notation, without any sentence to understand."""
+    number = rng.randint(1, len(NUMBERS))
+    values = {
+        "name": rng.choice(NAMES), "item": rng.choice(ITEMS), "colour": rng.choice(COLOURS), "day": rng.choice(DAYS),
+        "place": rng.choice(PLACES), "animal": rng.choice(sorted(ANIMALS)), "food": rng.choice(FOODS), "count": number,
+    }  # fmt: skip
+    keys = rng.sample(sorted(values), rng.randint(2, 4))
+    spoken = dict(values, count=rng.choice([str(number), NUMBERS[number - 1]]))
+    asked = ", ".join(f"{key} {spoken[key]}" for key in keys)
+    return [(f"Write down: {asked}.", json.dumps({key: values[key] for key in keys}))]
+
+
+# Single questions that need no context.
+
+
+def copy(rng: random.Random) -> list[Turn]:
+    words = rng.sample(NAMES + COLOURS + ITEMS + DAYS + NUMBERS + PLACES + FOODS, rng.randint(2, 12))
+    said = rng.choice([" ".join(words), ", ".join(words), f"{rng.choice(NAMES)} has {some_goods(rng)}."])
+    if rng.random() < 0.5:
+        return [(f"Repeat: {said}", said)]
+    return [(f"Put this in quotes: {said}", json.dumps(said))]
+
+
+def word_list(rng: random.Random) -> list[Turn]:
+    words = rng.sample(NAMES + COLOURS + ITEMS + DAYS, rng.randint(3, 5))
+    listed = ", ".join(words)
+    return [
+        rng.choice(
+            [
+                (f"Which word comes first: {listed}?", f'The first word is "{words[0]}".'),
+                (f"Which word comes last: {listed}?", f'The last word is "{words[-1]}".'),
+                (f"How many words are these: {listed}?", f"{len(words)}"),
+                (f"Say these backwards: {listed}.", ", ".join(reversed(words))),
+            ]
+        )
+    ]
+
+
+def odd_word(rng: random.Random) -> list[Turn]:
+    kinds = {"name": NAMES, "colour": COLOURS, "thing": ITEMS, "day": DAYS, "food": FOODS, "number": NUMBERS}
+    chosen = rng.sample(sorted(kinds), 3)
+    words = {kind: rng.choice(kinds[kind]) for kind in chosen}
+    kind = rng.choice(chosen)
+    return [(f"Which of these is a {kind}: {', '.join(words.values())}?", f'The {kind} is "{words[kind]}".')]
+
+
+def number(rng: random.Random) -> list[Turn]:
+    value = rng.randint(1, len(NUMBERS))
+    word, noun = NUMBERS[value - 1], rng.choice(ITEMS)
+    low = rng.randint(1, 6)
+    high = low + rng.randint(2, 5)
+    left, right = rng.randint(1, 10), rng.randint(1, 10)
+    more, less = max(left, right), min(left, right)
+    return [
+        rng.choice(
+            [
+                (f"Write {word} as a digit.", f"{value}"),
+                (f"Write {value} as a word.", f"{word}"),
+                (f"How many are {word} {noun}s? Use a digit.", f"{value}"),
+                (f"Count from {low} to {high}.", ", ".join(str(step) for step in range(low, high + 1))),
+                (f"Count from {NUMBERS[low - 1]} to {NUMBERS[high - 1]}.", ", ".join(NUMBERS[low - 1 : high])),
+                (f"What is {left} plus {right}?", f"{left} plus {right} is {left + right}."),
+                (f"What is {more} minus {less}?", f"{more} minus {less} is {more - less}."),
+            ]
+        )
+    ]
+
+
+def fact(rng: random.Random) -> list[Turn]:
+    word, opposite = rng.sample(rng.choice(OPPOSITES), 2)
+    thing, colour = rng.choice(sorted(COLOUR_OF.items()))
+    animal, sound = rng.choice(sorted(ANIMALS.items()))
+    day = rng.randrange(len(DAYS))
+    item, name = rng.choice(ITEMS), rng.choice(NAMES)
+    return [
+        rng.choice(
+            [
+                (f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}."),
+                (f"What colour is {thing}?", f"{capital(thing)} is {colour}."),
+                (f"What does the {animal} say?", f"The {animal} says {sound}."),
+                (f"Which day comes after {DAYS[day]}?", f"{DAYS[(day + 1) % len(DAYS)]}."),
+                (f"Which day comes before {DAYS[day]}?", f"{DAYS[day - 1]}."),
+                (f"What is one of the {item}s?", f"One of the {item}s is {with_article(item)}."),
+                (f"Hello, I am {name}.", f"Hello, {name}! How can I help you?"),
+                (f"Goodbye from {name}.", f"Goodbye, {name}! See you soon."),
+            ]
+        )
+    ]
+
+
+def story(rng: random.Random) -> str:
+    giver, taker = rng.sample(NAMES, 2)
+    given, bought = differing_goods(rng, 2)
+    day, place, food = rng.choice(DAYS), rng.choice(PLACES), rng.choice(FOODS)
+    opening = rng.choice(
+        [f"On {day} {taker} went to the {place}.", f"It was {day}, and {taker} was in the {place}."]
+    )
+    middle = [
+        f"{giver} gave {taker} {given}.",
+        f"{taker} bought {bought}.",
+        f"{giver} and {taker} had some {food}.",
+    ]
+    rng.shuffle(middle)
+    closing = f"In the evening {taker} came home with the {given.colour} {given.noun} and the {bought.colour} {bought.noun}."
+    return " ".join([opening, *middle, closing])
+
+
+DIALOGUES: tuple[tuple[Callable[[random.Random], list[Turn]], int], ...] = (
+    (scene, 6), (trip, 3), (shop, 3), (record, 4), (copy, 8), (word_list, 2), (odd_word, 2), (number, 3), (fact, 3),
+)  # fmt: skip
+SYSTEM_PROMPTS = ("You are a friendly helper.", "Answer in a few words.", "You help at school.")
+
+
+def dialogue(turns: list[Turn], system: str | None = None) -> Row:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for user, assistant in turns:
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return {"messages": messages}
+
+
+def pretrain_row(rng: random.Random) -> Row:
+    if rng.random() < 0.08:
+        return {"text": story(rng)}
+    kinds, weights = zip(*DIALOGUES, strict=True)
+    # Changing the subject within a dialogue teaches to answer the last question, and makes the rows of
+    # the small kinds (a few hundred distinct questions) differ from one another.
+    turns = [turn for kind in rng.choices(kinds, weights, k=rng.choice((1, 1, 2, 3))) for turn in kind(rng)]
+    return dialogue(turns, rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None)
+
+
+def order_row(rng: random.Random) -> Row:
+    name, goods, day = rng.choice(NAMES), some_goods(rng), rng.choice(DAYS)
+    sentence = rng.choice(
+        [
+            f"{name} wants {goods} by {day}.",
+            f"Please send {goods} to {name} on {day}.",
+            f"{capital(str(goods))} for {name}, to be ready by {day}.",
+            f"On {day} {name} needs {goods}.",
+            f"By {day}, please: {goods} for {name}.",
+            f"This is {name}. I would like {goods} on {day}.",
+        ]
+    )
+    answer = {"name": name, "item": goods.item, "count": goods.count, "colour": goods.colour, "day": day}
+    return dialogue([(f"Order: {sentence}", json.dumps(answer))])
+
+
+def distinct_lines(make_row: Callable[[random.Random], Row], num: int, seed: int) -> list[str]:
+    """`num` different rows as JSON lines, in the order drawn."""
+    rng = random.Random(seed)
+    lines: dict[str, None] = {}
+    while len(lines) < num:
+        lines[json.dumps(make_row(rng))] = None
+    return list(lines)
+
+
+def write(folder: Path, seed: int = 0) -> None:
+    """Writes the four files of the embedded data into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make_row, num, num_heldout in (("pretrain", pretrain_row, 6000, 300), ("orders", order_row, 400, 60)):
+        lines = distinct_lines(make_row, num + num_heldout, seed)
+        for suffix, part in (("", lines[:num]), ("_heldout", lines[num:])):
+            (folder / f"{name}{suffix}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")

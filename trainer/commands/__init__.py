@@ -1,0 +1,1 @@
+"""One module a command: `run(words)` takes the words after the command and returns the exit code."""

@@ -1,0 +1,16 @@
+"""A user's mistake on the screen: one block, no traceback."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from trainer.errors import TrainerError
+
+
+def report(error: TrainerError, debug: bool) -> int:
+    """Prints the error to stderr; returns the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    print(f"trainer: {error.kind}: {error}", file=sys.stderr)
+    return error.exit_code

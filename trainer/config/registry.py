@@ -1,0 +1,28 @@
+"""The seam: an option is a dataclass registered in its group, and a YAML beside its siblings.
+
+`@option("optim", "adamw")` on a dataclass that extends its section, with `conf/optim/adamw.yaml` naming it as its
+schema, makes `optim=adamw` exist. The dataclass has typed fields without defaults (the values stand in the YAML,
+once) and the method that does the work. Modules with options import torch only inside those methods. Several YAMLs
+may share one dataclass where only values differ (the group `model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+Option = TypeVar("Option", bound=type)
+
+OPTIONS: dict[str, dict[str, type]] = {}
+
+
+def option(group: str, name: str) -> Callable[[Option], Option]:
+    """Class decorator: registers a dataclass as the schema `/schema/<group>/<name>`."""
+
+    def register(cls: Option) -> Option:
+        options = OPTIONS.setdefault(group, {})
+        assert name not in options, f"{group}={name} is registered twice"
+        options[name] = cls
+        return cls
+
+    return register

@@ -1,0 +1,106 @@
+"""What no single type can say: ranges, and settings that exclude each other. All in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.options import OverLength
+from trainer.model.adapters import LoRA, NoAdapter
+from trainer.model.options import Weights
+from trainer.model.quant import NoQuant
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+
+Check = tuple[Callable[[Any], bool], str]
+
+POSITIVE: Check = (lambda v: v > 0, "must be above 0")
+NOT_NEGATIVE: Check = (lambda v: v >= 0, "must be 0 or more")
+AT_LEAST_1: Check = (lambda v: v >= 1, "must be 1 or more")
+SHARE: Check = (lambda v: 0 <= v < 1, "must be from 0 to below 1")
+RATIO: Check = (lambda v: 0 <= v <= 1, "must be from 0 to 1")
+DECAYS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "must be two numbers from 0 to below 1")
+
+RANGES: dict[str, Check] = {
+    "seed": (lambda v: 0 <= v < 2**32, "must be from 0 to 4294967295"),
+    "data.eval_fraction": SHARE,
+    "data.max_length": (lambda v: v >= 2, "must be 2 or more: a target needs a token before it"),
+    "quant.outlier_threshold": NOT_NEGATIVE,
+    "adapter.r": AT_LEAST_1,
+    "adapter.alpha": POSITIVE,
+    "adapter.dropout": SHARE,
+    "precision.min_speedup": POSITIVE,
+    "optim.learning_rate": POSITIVE,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.betas": DECAYS,
+    "optim.eps": POSITIVE,
+    "schedule.warmup_steps": NOT_NEGATIVE,
+    "schedule.warmup_ratio": SHARE,
+    "schedule.final_ratio": RATIO,
+    "schedule.decay_ratio": (lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
+    "loss.chunk_tokens": AT_LEAST_1,
+    "packing.window": AT_LEAST_1,
+    "train.epochs": AT_LEAST_1,
+    "train.max_steps": AT_LEAST_1,
+    "train.accumulation_steps": AT_LEAST_1,
+    "train.micro_batch_tokens": (lambda v: v >= 2, "must be 2 or more"),
+    "train.micro_batch_size": AT_LEAST_1,
+    "train.max_grad_norm": POSITIVE,
+    "train.log_every": AT_LEAST_1,
+    "train.eval_every": NOT_NEGATIVE,
+    "train.save_every": NOT_NEGATIVE,
+    "train.keep_checkpoints": AT_LEAST_1,
+    "train.compare_prompts": NOT_NEGATIVE,
+}
+
+
+def broken_rules(config: Config) -> list[str]:
+    """Every rule that this configuration breaks, in a user's words."""
+    return _ranges(config) + _across(config)
+
+
+def _ranges(config: Config) -> list[str]:
+    problems = []
+    for key, (holds, words) in RANGES.items():
+        section, _, name = key.rpartition(".")
+        holder = getattr(config, section) if section else config
+        value = getattr(holder, name, None)  # absent where the chosen option has no such setting, or null
+        if value is None:
+            continue
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not (finite and holds(value)):
+            problems.append(f"{key}={value}: {words}")
+    return problems
+
+
+def _across(config: Config) -> list[str]:
+    problems = []
+    data, train, adapter = config.data, config.train, config.adapter
+    if data.path is None:
+        problems.append("data.path is missing: give a json or jsonl file, or use data=quickstart")
+    if config.model.path is None and config.model.weights is Weights.pretrained:
+        problems.append("model.path is missing: give a local folder or a hub id")
+    if config.packing.packed and train.micro_batch_tokens < data.max_length:
+        problems.append(
+            f"train.micro_batch_tokens={train.micro_batch_tokens} is below data.max_length={data.max_length}: "
+            "a sample must fit a row. Raise the first or lower the second"
+        )
+    if isinstance(adapter, NoAdapter) and not isinstance(config.quant, NoQuant):
+        problems.append("adapter=none trains every weight, which a quantised base cannot: use quant=none")
+    if isinstance(adapter, LoRA):
+        problems += _target_modules(adapter.target_modules)
+    if data.over_length is OverLength.split and data.format.value not in ("auto", "text"):
+        problems.append(f"data.over_length=split cuts plain text; data.format={data.format.value} cannot be split")
+    return problems
+
+
+def _target_modules(value: Any) -> list[str]:
+    if isinstance(value, str) and value:
+        return []
+    if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
+        return []
+    return [
+        f"adapter.target_modules={value}: must be all-linear, a regular expression, or a list of module name endings"
+    ]

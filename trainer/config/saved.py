@@ -1,0 +1,85 @@
+"""A run's configuration on disk: config.yaml (resolved) and overrides.yaml (what the user typed)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.schema import Config
+
+CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration and where it came from."""
+
+    config: Config
+    choices: dict[str, str]
+    """the option picked in each group"""
+    overrides: list[str]
+    """what the user typed"""
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses and enums as the dicts and names that YAML and JSON hold."""
+    if is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def public_config(run: Run) -> dict[str, Any]:
+    """What a tracking service gets: the configuration's own keys. Secrets are never configuration keys."""
+    return {**to_plain(run.config), "choices": run.choices}
+
+
+def save_run(run: Run, folder: Path) -> None:
+    """Writes config.yaml and overrides.yaml."""
+    text = yaml.safe_dump({"choices": run.choices, **to_plain(run.config)}, sort_keys=False, allow_unicode=True)
+    head = "# Resolved configuration of this run; choices names the option picked in each group.\n"
+    (folder / CONFIG).write_text(head + text, encoding="utf-8")
+    (folder / OVERRIDES).write_text(yaml.safe_dump(list(run.overrides), allow_unicode=True), encoding="utf-8")
+
+
+def load_run(folder: Path) -> Run | None:
+    """The run saved in a folder, or None where there is none."""
+    from trainer.config.compose import from_saved
+
+    if not (folder / CONFIG).is_file():
+        return None
+    values = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    overrides = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8"))
+    choices = values.pop("choices")
+    return Run(from_saved(choices, values), choices, overrides)
+
+
+def differences(old: Run, new: Run, free: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, with both values; keys that start with one of `free` do not count."""
+    flat_old, flat_new = _flat(public_config(old)), _flat(public_config(new))
+    keys = [*flat_old, *(key for key in flat_new if key not in flat_old)]
+    return [
+        (key, flat_old.get(key), flat_new.get(key))
+        for key in keys
+        if flat_old.get(key) != flat_new.get(key)
+        and not any(key == f or key.startswith(f + ".") or key == f"choices.{f}" for f in free)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

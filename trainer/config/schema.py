@@ -1,0 +1,112 @@
+"""The root of the configuration: which sections there are and how they are typed.
+
+Each section's dataclass lives with the code it configures; here they are only put together. Nothing in this
+module or in what it imports may import torch or transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trainer.data.options import Data
+from trainer.data.packing import Packing
+from trainer.model.adapters import Adapter
+from trainer.model.checkpointing import Checkpointing
+from trainer.model.options import Model
+from trainer.model.precision import Precision
+from trainer.model.quant import Quant
+from trainer.tracking.options import Track
+from trainer.training.engine import Engine
+from trainer.training.losses import Loss
+from trainer.training.optimizers import Optim
+from trainer.training.schedules import Schedule
+
+
+class Device(Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Resume(Enum):
+    auto = "auto"
+    never = "never"
+    force = "force"
+
+
+@dataclass
+class Train:
+    """The loop."""
+
+    epochs: int
+    """passes over the training set; unused where max_steps is given"""
+    max_steps: int | None
+    """optimizer steps; null: the epochs decide"""
+    accumulation_steps: int
+    """micro-batches an optimizer step; an epoch's last step may have fewer"""
+    micro_batch_tokens: int
+    """tokens in one packed row (packing=best_fit)"""
+    micro_batch_size: int
+    """samples in one padded micro-batch (packing=none)"""
+    max_grad_norm: float | None
+    """gradients are scaled down to this total norm; null: never"""
+    log_every: int
+    """steps between rows of metrics; the device is read only then"""
+    eval_every: int
+    """steps between evaluations; 0: only before the first and after the last step"""
+    save_every: int
+    """steps between checkpoints; 0: only at the end and when interrupted"""
+    keep_checkpoints: int
+    """newest checkpoints kept; the best and the last one are always kept"""
+    resume: Resume
+    """what to do in a folder that holds a run: auto continues it if the configuration is the same, force
+    also if it is not, never refuses"""
+    compare_prompts: int
+    """held-out prompts answered by base and by adapter at the end of the run"""
+
+
+@dataclass
+class Config:
+    """A whole run. Every value comes from conf/, a recipe or the command line."""
+
+    recipe: str
+    """name of the recipe, or custom"""
+    seed: int
+    """drives the adapter's initial weights, dropout, data order and the held-out split"""
+    device: Device
+    """auto: a GPU if there is one"""
+    output_dir: str
+    """the run folder; a sweep's folder holds one subfolder a trial"""
+    debug: bool
+    """show tracebacks instead of one-line errors"""
+    model: Model
+    data: Data
+    quant: Quant
+    adapter: Adapter
+    checkpointing: Checkpointing
+    precision: Precision
+    optim: Optim
+    schedule: Schedule
+    loss: Loss
+    packing: Packing
+    engine: Engine
+    track: Track
+    train: Train
+
+
+SECTIONS: dict[str, type] = {
+    "model": Model,
+    "data": Data,
+    "quant": Quant,
+    "adapter": Adapter,
+    "checkpointing": Checkpointing,
+    "precision": Precision,
+    "optim": Optim,
+    "schedule": Schedule,
+    "loss": Loss,
+    "packing": Packing,
+    "engine": Engine,
+    "track": Track,
+}
+"""Sections whose option is picked by name; `train` is the one section without options."""

@@ -1,0 +1,89 @@
+"""Options of the group `packing`: which samples share a micro-batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.config.registry import option
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Train
+
+
+@dataclass
+class Packing(ABC):
+    """From sample lengths to micro-batches."""
+
+    packed = False
+    """whether a micro-batch is one row of whole samples (else one padded row a sample)"""
+
+    @abstractmethod
+    def micro_batches(self, lengths: np.ndarray, train: Train, rng: np.random.Generator | None) -> list[np.ndarray]:
+        """Sample indices of each micro-batch of one epoch; rng None keeps the samples' own order."""
+
+
+@option("packing", "none")
+@dataclass
+class NoPacking(Packing):
+    """train.micro_batch_size samples, padded to the longest: simple, wasteful, the oracle."""
+
+    def micro_batches(self, lengths, train, rng):
+        order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+        size = train.micro_batch_size
+        return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+@option("packing", "best_fit")
+@dataclass
+class BestFit(Packing):
+    """Whole samples in rows of up to train.micro_batch_tokens, best-fit decreasing."""
+
+    window: int
+    """shuffled samples packed together; a larger window fills better and holds more in memory"""
+
+    packed = True
+
+    def micro_batches(self, lengths, train, rng):
+        order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
+        rows: list[np.ndarray] = []
+        for start in range(0, len(order), self.window):
+            members = order[start : start + self.window]
+            packed = best_fit(lengths[members], train.micro_batch_tokens)
+            if rng is not None:
+                # Best-fit puts long samples first, in a row and among rows; training order must not depend on length.
+                packed = [rng.permutation(packed[i]) for i in rng.permutation(len(packed))]
+            rows += [members[row] for row in packed]
+        return rows
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Indices of the items of each bin: best-fit decreasing (Johnson 1973).
+
+    Open bins are kept by the space left in them, and which spaces occur is one integer's bits, so finding the
+    tightest bin that fits is a shift and a lowest set bit, whatever the number of bins.
+    """
+    if len(lengths) and int(lengths.max()) > capacity:
+        raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {capacity}")
+    bins: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    spaces = 0
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            chosen = by_space[space].pop()
+            if not by_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(item)
+        left = space - length
+        by_space.setdefault(left, []).append(chosen)
+        spaces |= 1 << left
+    return [np.asarray(items, dtype=np.int64) for items in bins]

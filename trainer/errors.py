@@ -1,0 +1,71 @@
+"""Errors that a user can cause, each with the exit code of the contract.
+
+The message is the product: what is wrong (full key or file:line), the value seen, what is allowed, the fix.
+Anything that is not a TrainerError is a bug and exits with 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TrainerError(Exception):
+    """Base of every error that is reported in one block, without a traceback."""
+
+    exit_code = 1
+    kind = "error"
+
+
+class ConfigError(TrainerError):
+    exit_code = 2
+    kind = "configuration"
+
+
+class DataError(TrainerError):
+    exit_code = 3
+    kind = "data"
+
+
+class ModelError(TrainerError):
+    exit_code = 4
+    kind = "model"
+
+
+class StorageError(TrainerError):
+    exit_code = 5
+    kind = "checkpoint or disk"
+
+
+class NonFiniteError(TrainerError):
+    exit_code = 6
+    kind = "training became non-finite"
+
+
+class OutOfMemoryError(TrainerError):
+    exit_code = 7
+    kind = "out of memory"
+
+
+class Interrupted(TrainerError):
+    """Raised by a signal; the exit code is 128 + the signal's number."""
+
+    kind = "interrupted"
+
+    def __init__(self, signum: int, message: str):
+        super().__init__(message)
+        self.exit_code = 128 + signum
+
+
+def closest(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+    """' (did you mean X?)' for the closest allowed word, or nothing."""
+    candidates = [str(a) for a in allowed]
+    match = difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def listing(problems: list[str]) -> str:
+    """One problem as it is, several as a bulleted list."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])

@@ -1,0 +1,151 @@
+"""Options of the group `adapter`: what is trained on top of the frozen base.
+
+Whatever the option, trainable parameters are fp32 masters: a bf16 adapter would round small updates away.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.registry import option
+from trainer.errors import ModelError, closest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Adapter(ABC):
+    """Which parameters train."""
+
+    @abstractmethod
+    def check(self, model: torch.nn.Module) -> None:
+        """Raises ModelError if the option does not fit this model; `model` may be on the meta device."""
+
+    @abstractmethod
+    def attach(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with its trainable parameters, everything else frozen."""
+
+
+@option("adapter", "none")
+@dataclass
+class NoAdapter(Adapter):
+    """All parameters train."""
+
+    def check(self, model):
+        pass
+
+    def attach(self, model):
+        import torch
+
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+            parameter.data = parameter.data.to(torch.float32)
+        return model
+
+
+@option("adapter", "lora")
+@dataclass
+class LoRA(Adapter):
+    """W x + (alpha / r) B A x with W frozen (Hu et al. 2021), through PEFT."""
+
+    r: int
+    """rank of the update"""
+    alpha: float
+    """scale of the update: alpha / r"""
+    dropout: float
+    """dropout on the adapter's input, 0 to below 1"""
+    target_modules: Any
+    """all-linear: every linear layer of the text decoder; another string: a regular expression that matches whole
+    module names; a list: name endings"""
+    modules_to_save: list[str]
+    """name endings of modules trained and saved whole, such as embed_tokens"""
+
+    def check(self, model):
+        find_targets(model, self.target_modules)
+        missing = [
+            name
+            for name in self.modules_to_save
+            if not any(_ends_with(module, name) for module, _ in model.named_modules())
+        ]
+        if missing:
+            raise ModelError(f"adapter.modules_to_save: no module of the model is named {', '.join(missing)}.")
+
+    def attach(self, model):
+        import peft
+        import torch
+
+        targets = find_targets(model, self.target_modules)
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=_shortest(model, targets),
+            modules_to_save=list(self.modules_to_save) or None,
+        )
+        model.requires_grad_(False)
+        adapted = peft.get_peft_model(model, config)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.float32)
+        return adapted
+
+
+def decoder_linears(model: torch.nn.Module) -> list[str]:
+    """Full names of the linear layers of the text decoder: no head, no vision tower."""
+    import torch
+
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for name, module in decoder.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+
+
+def find_targets(model: torch.nn.Module, target_modules: Any) -> list[str]:
+    """Full names of the modules to adapt; ModelError where a name, or the expression, matches nothing."""
+    import torch
+
+    linears = decoder_linears(model)
+    if target_modules == "all-linear":
+        return linears
+    every = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    endings = sorted({name.rsplit(".", 1)[-1] for name in every})
+    if isinstance(target_modules, str):
+        try:
+            expression = re.compile(target_modules)
+        except re.error as error:
+            raise ModelError(
+                f"adapter.target_modules={target_modules!r} is not a regular expression: {error}."
+            ) from None
+        found = [name for name in every if expression.fullmatch(name)]
+        if not found:
+            raise ModelError(
+                f"adapter.target_modules={target_modules!r} matches no linear layer as a whole name"
+                f"{closest(target_modules, endings)}. A name such as {every[0]} must match from start to end; "
+                f"a list holds name endings, of which there are: {', '.join(endings)}."
+            )
+        return found
+    missing = [t for t in target_modules if not any(_ends_with(name, t) for name in every)]
+    if missing:
+        hints = ", ".join(f"{name}{closest(name, endings)}" for name in missing)
+        raise ModelError(f"adapter.target_modules: no linear layer is named {hints}. There are: {', '.join(endings)}.")
+    wanted = set(linears) | {name for name in every if name.rsplit(".", 1)[-1] == "lm_head"}
+    return [name for name in every if name in wanted and any(_ends_with(name, t) for t in target_modules)]
+
+
+def _ends_with(name: str, ending: str) -> bool:
+    return name == ending or name.endswith("." + ending)
+
+
+def _shortest(model: torch.nn.Module, targets: list[str]) -> list[str]:
+    """Name endings where they mean the same modules, full names otherwise; it is what adapter_config.json shows."""
+    endings = sorted({name.rsplit(".", 1)[-1] for name in targets})
+    named = {n for n, _ in model.named_modules() if any(_ends_with(n, ending) for ending in endings)}
+    return endings if named == set(targets) else targets

@@ -1,0 +1,110 @@
+"""Attention over packed rows: each sample sees only itself, no T x T mask is ever built.
+
+T: tokens in the row. H: query heads. K: key/value heads. D: head size. S: samples in the row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+PACKED = "trainer_packed"
+"""Name under which the packed attention is registered with transformers."""
+
+
+def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The attention implementation for packed rows on this model and device, and why.
+
+    transformers' own attention with the block mask it builds from position_ids serves what the fast paths do not do.
+    """
+    text = config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "eager", "block mask: the model caps its attention logits"
+    if config.model_type == "gpt_oss":
+        return "eager", "block mask: the model has attention sinks"
+    if getattr(text, "attention_chunk_size", None) is not None:
+        return "sdpa", "block mask: the model attends in chunks"
+    if device.type == "cuda":
+        if dtype is torch.float32:
+            return "sdpa", "block mask: flash kernels need bf16"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "sdpa", "block mask: flash kernels need compute capability 8.0"
+        return PACKED, "varlen flash kernel"
+    return PACKED, "one kernel call per sample"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (1, H, T, D)
+    key: torch.Tensor,  # (1, K, T, D)
+    value: torch.Tensor,  # (1, K, T, D)
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,  # (S + 1,) int32
+    max_length_q: int | None = None,
+    **_,
+) -> tuple[torch.Tensor, None]:  # (1, T, H, D)
+    """transformers' attention interface for a packed row."""
+    assert attention_mask is None, "a packed row has no attention mask"
+    assert cu_seq_lens_q is not None and max_length_q is not None, "packed attention needs the sample boundaries"
+    if query.device.type == "cuda":
+        return _varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+    return _per_sample(query, key, value, scaling, dropout, sliding_window, cu_seq_lens_q), None
+
+
+def _varlen(query, key, value, scaling, sliding_window, cu_seqlens, max_length):
+    """One flash kernel for the whole row. Its default window is bidirectional: (-1, 0) is causal."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_length,
+        max_length,
+        scale=scaling,
+        window_size=window,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.unsqueeze(0)
+
+
+def _per_sample(query, key, value, scaling, dropout, sliding_window, cu_seqlens):
+    """One scaled_dot_product_attention a sample: the same arithmetic as running each alone."""
+    lengths = cu_seqlens.diff().tolist()
+    gqa = query.shape[1] != key.shape[1]
+    outputs = []
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        length = q.shape[2]
+        if sliding_window is not None and length > sliding_window:
+            mask, causal = _window_mask(length, sliding_window, q.device), False
+        else:
+            mask, causal = None, True
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=gqa
+        )
+        outputs.append(out.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """(length, length) bool: position i sees i - window + 1 to i."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _no_mask(*args, attention_mask: torch.Tensor | None = None, **kwargs) -> None:
+    """Mask builder for packed rows: none. Padded batches and generation use sdpa, never this."""
+    assert attention_mask is None, "a packed row has no attention mask"
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, _no_mask)

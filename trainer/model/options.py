@@ -1,0 +1,31 @@
+"""Options of the group `model`: which causal language model, and where its weights come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from trainer.config.registry import option
+
+
+class Weights(Enum):
+    pretrained = "pretrained"
+    random = "random"
+
+
+@option("model", "causal_lm")
+@dataclass
+class Model:
+    """A Hugging Face causal language model."""
+
+    path: str | None
+    """hub id or local folder; embedded:NAME is a model that comes with the trainer"""
+    revision: str | None
+    """commit, tag or branch on the hub; null: its main branch"""
+    weights: Weights
+    """random builds the architecture below and downloads nothing"""
+    architecture: dict[str, Any]
+    """the fields of config.json, used with weights=random"""
+    random_tokenizer: str
+    """tokenizer used with weights=random, where there is no model folder to take one from"""

@@ -1,0 +1,126 @@
+"""Options of the group `quant`: how the frozen base's linear weights are stored.
+
+All use bitsandbytes. Embeddings, norms and the head stay in the dtype of `precision`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.config.registry import option
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import BitsAndBytesConfig
+
+
+@dataclass
+class Quant(ABC):
+    """How the decoder's linear weights are stored."""
+
+    @abstractmethod
+    def config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
+        """What `from_pretrained` needs to quantise while loading; None leaves the weights as they are."""
+
+    @abstractmethod
+    def linear(self, linear: torch.nn.Linear, compute_dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+        """The quantised twin of one linear layer, on `device`; used where weights are made, not loaded."""
+
+
+@option("quant", "none")
+@dataclass
+class NoQuant(Quant):
+    """Weights stay in the dtype of `precision`."""
+
+    def config(self, compute_dtype):
+        return None
+
+    def linear(self, linear, compute_dtype, device):
+        return linear.to(device)
+
+
+@dataclass
+class FourBit(Quant):
+    """4-bit blocks of 64 weights sharing one scale (absmax). QLoRA (Dettmers et al. 2023), section 3."""
+
+    double_quant: bool
+    """quantise the scales too: 0.127 instead of 0.5 bits a weight"""
+
+    def config(self, compute_dtype):
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.code,
+            bnb_4bit_use_double_quant=self.double_quant,
+            bnb_4bit_compute_dtype=compute_dtype,
+        )
+
+    def linear(self, linear, compute_dtype, device):
+        import bitsandbytes as bnb
+
+        quantised = bnb.nn.Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=compute_dtype,
+            compress_statistics=self.double_quant,
+            quant_type=self.code,
+            device="meta",
+        )
+        quantised.weight = bnb.nn.Params4bit(
+            linear.weight.data,
+            requires_grad=False,
+            compress_statistics=self.double_quant,
+            quant_type=self.code,
+            module=quantised,
+        )
+        quantised.bias = linear.bias
+        return quantised.to(device)
+
+
+@option("quant", "nf4")
+@dataclass
+class NF4(FourBit):
+    """Quantiles of a normal distribution: the least error for normally distributed weights."""
+
+    code = "nf4"
+
+
+@option("quant", "fp4")
+@dataclass
+class FP4(FourBit):
+    """4-bit floating point: 1 sign, 2 exponent and 1 mantissa bits."""
+
+    code = "fp4"
+
+
+@option("quant", "int8")
+@dataclass
+class Int8(Quant):
+    """LLM.int8() (Dettmers et al. 2022): a scale a row, outlier columns of the input computed unquantised."""
+
+    outlier_threshold: float
+    """input columns whose absolute value exceeds this are computed unquantised"""
+
+    def config(self, compute_dtype):
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=self.outlier_threshold)
+
+    def linear(self, linear, compute_dtype, device):
+        import bitsandbytes as bnb
+
+        quantised = bnb.nn.Linear8bitLt(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            has_fp16_weights=False,
+            threshold=self.outlier_threshold,
+            device="meta",
+        )
+        quantised.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+        quantised.bias = linear.bias
+        return quantised.to(device)

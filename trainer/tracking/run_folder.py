@@ -1,0 +1,107 @@
+"""The run folder: who may use it, what it holds, and the two files that identify a run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import StorageError
+
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hydra-core", "wandb")
+
+
+class RunFolder:
+    """A folder that this process, and no other, writes a run into."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = None
+
+    def open(self) -> None:
+        """Makes the folder and takes its lock. Raises StorageError where it cannot, or where another run is at work."""
+        check_usable(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise StorageError(f"output_dir={self.path}: cannot be written: {error.strerror}.") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StorageError(
+                f"output_dir={self.path}: another process is running in this folder. Choose another output_dir."
+            ) from None
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def remove_if_unused(self) -> None:
+        """Removes the folder if it holds nothing but the lock."""
+        with suppress(OSError):
+            if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                (self.path / ".lock").unlink()
+                self.path.rmdir()
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def summary(self) -> dict[str, Any] | None:
+        """summary.json of a run that ended, or None."""
+        with suppress(OSError, ValueError):
+            return json.loads(self.file("summary.json").read_text())
+        return None
+
+    def manifest(self) -> dict[str, Any] | None:
+        """manifest.json, or None."""
+        with suppress(OSError, ValueError):
+            return json.loads(self.file("manifest.json").read_text())
+        return None
+
+
+def check_usable(path: Path) -> None:
+    """Raises StorageError for a folder that holds something other than a run, or that cannot be written."""
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"output_dir={path}: is a file, not a folder.")
+    if path.is_dir():
+        others = [e.name for e in path.iterdir() if e.name not in (".lock", "train.log")]
+        if others and not (path / "config.yaml").is_file():
+            raise StorageError(
+                f"output_dir={path}: the folder holds other things ({', '.join(sorted(others)[:3])}) and no run. "
+                "Choose a new or empty folder."
+            )
+    parent = next(p for p in (path, *path.parents) if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise StorageError(f"output_dir={path}: no permission to write in {parent}.")
+
+
+def new_run_id() -> str:
+    """Eight characters that name the run here and at the tracking service, the same after every resume."""
+    return secrets.token_hex(4)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and the libraries that decide the numbers."""
+    found = {"python": platform.python_version()}
+    for name in ("trainer", *LIBRARIES):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the folder the command was given in, if it is a git checkout."""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return None

@@ -1,0 +1,176 @@
+"""Checkpoints: written whole or not at all, verified by hash, rotated without losing the best or the last.
+
+A checkpoint is written into a hidden folder, flushed, and renamed; its manifest.json, written last, holds a sha256 of
+every other file. A folder without a complete manifest does not exist as far as loading goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.errors import StorageError
+from trainer.training.optimizer_state import load_optimizer, save_optimizer
+from trainer.training.state import State, set_rng_state
+from trainer.training.weights import load_trainable, save_trainable
+
+MANIFEST, STATE, RNG = "manifest.json", "state.json", "rng.safetensors"
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run."""
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.keep = folder, keep
+
+    def save(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: State, rng: dict[str, torch.Tensor]
+    ) -> Path:
+        """Writes step-XXXXXXXX, then the names `last` and `best`, then removes what rotation no longer keeps."""
+        target = self.path(state.step)
+        building = self.folder / f".building-{target.name}"
+        try:
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+            save_trainable(model, building)
+            save_optimizer(optimizer, building)
+            save_file(rng, building / RNG)
+            (building / STATE).write_text(json.dumps(state.to_json(), indent=1))
+            seal(building, {"step": state.step})
+            replace_folder(building, target)
+            write_atomically(self.folder / "last", target.name + "\n")
+            if state.best_step == state.step:
+                write_atomically(self.folder / "best", target.name + "\n")
+        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError of its own
+            shutil.rmtree(building, ignore_errors=True)
+            raise StorageError(_save_failed(target, error, self.names())) from error
+        self._rotate()
+        return target
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def names(self) -> list[str]:
+        """Names of the checkpoints there, oldest first, complete or not."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(entry.name for entry in self.folder.iterdir() if entry.name.startswith("step-"))
+
+    def newest(self, say: Callable[[str], None]) -> Path | None:
+        """The newest checkpoint whose every byte is as written; what is damaged is said and passed over."""
+        for name in reversed(self.names()):
+            problem = damage(self.folder / name)
+            if problem is None:
+                return self.folder / name
+            say(f"checkpoint {name} is not used: {problem}")
+        return None
+
+    def _rotate(self) -> None:
+        kept = {self.pointer("best"), self.pointer("last"), *self.names()[-self.keep :]}
+        for name in self.names():
+            if name not in kept:
+                # The manifest goes first: a half-removed checkpoint must not look complete.
+                (self.folder / name / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def pointer(self, name: str) -> str | None:
+        """The checkpoint that `best` or `last` names."""
+        with suppress(OSError):
+            return (self.folder / name).read_text().strip()
+        return None
+
+
+def load_state(folder: Path) -> State:
+    """Position and tallies only, before any weight is read."""
+    return State.from_json(json.loads((folder / STATE).read_text()))
+
+
+def load_checkpoint(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Puts weights, optimizer state and generators back; returns the generators' states."""
+    load_trainable(model, folder)
+    load_optimizer(optimizer, folder)
+    rng = load_file(folder / RNG)
+    set_rng_state(rng, device)
+    return rng
+
+
+def seal(folder: Path, facts: dict) -> None:
+    """Flushes every file of a folder and writes its manifest, last."""
+    files = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            _flush(file)
+            files[str(file.relative_to(folder))] = _sha256(file)
+    write_atomically(folder / MANIFEST, json.dumps({**facts, "files": files}, indent=1))
+
+
+def damage(folder: Path) -> str | None:
+    """Why a sealed folder cannot be trusted, or None."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is missing or incomplete"
+    for name, digest in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != digest:
+            return f"{name} is not as it was written"
+    if STATE not in files:
+        return f"{STATE} is missing"
+    return None
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """The file has its old content or the new one, never a part."""
+    building = file.with_name(f".{file.name}.building")
+    building.write_text(text)
+    _flush(building)
+    os.replace(building, file)
+
+
+def replace_folder(building: Path, target: Path) -> None:
+    """Renames a finished folder to its name, replacing one that is there."""
+    old = target.with_name(f".old-{target.name}")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    os.rename(building, target)
+    _flush(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _save_failed(target: Path, error: Exception, kept: list[str]) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    with suppress(OSError):
+        free = shutil.disk_usage(target.parent).free / 2**20
+        reason += f" ({free:.0f} MiB free)"
+    kept_text = f"The newest checkpoint kept is {kept[-1]}." if kept else "There is no earlier checkpoint."
+    return (
+        f"checkpoint {target.name} could not be written to {target.parent}: {reason}. {kept_text} "
+        "Free some space and start the same command again."
+    )

@@ -1,0 +1,127 @@
+"""The training loop. Read it from top to bottom; everything else in this package prepares or watches it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.data.loader import TrainingSteps
+from trainer.errors import NonFiniteError
+from trainer.memory.measure import Memory
+from trainer.model.precision import Dtypes
+from trainer.training.losses import Loss
+from trainer.training.schedules import Schedule
+from trainer.training.state import State, rng_state
+from trainer.training.throughput import Arithmetic
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+MAX_SKIPPED_IN_A_ROW = 5
+"""Steps with a non-finite gradient before the run gives up."""
+
+
+@dataclass
+class Loop:
+    """What a step needs. Nothing here changes while it runs but the model, the optimizer and the state."""
+
+    model: PreTrainedModel
+    """the transformers model; an adapter's modules lie inside it"""
+    parameters: list[torch.nn.Parameter]
+    """trainable ones"""
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    loss: Loss
+    steps: TrainingSteps
+    dtypes: Dtypes
+    accelerator: Accelerator
+    arithmetic: Arithmetic
+    memory: Memory
+    max_grad_norm: float | None
+    peak_learning_rate: float
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step (from 1)."""
+        return self.peak_learning_rate * self.schedule.factor(step, self.steps.num_steps)
+
+
+def train(
+    loop: Loop,
+    state: State,
+    rng: dict[str, torch.Tensor],
+    after_step: Callable[[State, float], None],
+    check_interrupt: Callable[[], None],
+) -> None:
+    """Runs from `state.step` to the last step.
+
+    `after_step(state, grad_norm)` is called after every step, and once before the first: it logs, evaluates and
+    saves, and cannot change gradients. `rng` always holds the generators' states after the last whole step, so that
+    a step broken off by `check_interrupt` leaves nothing behind.
+    """
+    device = loop.accelerator.device
+    grad_norm = float("nan")
+    loop.model.train()
+    while True:
+        after_step(state, grad_norm)
+        if state.step == loop.steps.num_steps:
+            return
+
+        started = time.perf_counter()
+        step = state.step + 1
+        learning_rate = loop.learning_rate(step)
+        for group in loop.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+        micro_batches = loop.steps.step(step)
+        # The loss is the mean over the targets of the whole step: one divisor for all its micro-batches.
+        num_targets = sum(batch.num_targets for batch in micro_batches)
+        step_loss = torch.zeros((), dtype=torch.float32, device=device)
+        flops = 0.0
+        for batch in micro_batches:
+            check_interrupt()
+            flops += loop.arithmetic.flops(batch)
+            with loop.dtypes.autocast():
+                micro_loss = loop.loss.sum(loop.model, batch.to(device))
+            loop.memory.sample()
+            loop.accelerator.backward(micro_loss / num_targets)
+            step_loss += micro_loss.detach()
+
+        norm = (
+            torch.nn.utils.get_total_norm([p.grad for p in loop.parameters if p.grad is not None])
+            if loop.max_grad_norm is None
+            else torch.nn.utils.clip_grad_norm_(loop.parameters, loop.max_grad_norm)
+        )
+        grad_norm = norm.item()  # the one device read of a step
+        if math.isfinite(grad_norm):
+            loop.optimizer.step()
+            state.skipped_in_a_row = 0
+        else:
+            # Skipped whole: under AdamW even a zero gradient would move the weights.
+            state.skipped_steps += 1
+            state.skipped_in_a_row += 1
+            if state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise NonFiniteError(
+                    f"the gradient norm was {grad_norm} in {MAX_SKIPPED_IN_A_ROW} steps in a row (up to step {step}, "
+                    f"learning rate {learning_rate:.2e}). No weight was changed by these steps. Lower "
+                    "optim.learning_rate, lengthen the warm-up, or look at the data of these steps."
+                )
+        loop.optimizer.zero_grad(set_to_none=True)
+
+        seconds = time.perf_counter() - started
+        num_tokens = sum(batch.num_tokens for batch in micro_batches)
+        state.step = step
+        state.num_tokens += num_tokens
+        state.num_targets += num_targets
+        state.seconds += seconds
+        state.window.loss_sum = state.window.loss_sum + step_loss
+        state.window.num_tokens += num_tokens
+        state.window.num_targets += num_targets
+        state.window.flops += flops
+        state.window.seconds += seconds
+        rng.update(rng_state(device))

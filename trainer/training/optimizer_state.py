@@ -1,0 +1,67 @@
+"""Optimizer state to plain tensors and numbers, and back. No pickle.
+
+bitsandbytes' code tables (qmap) are shared between parameters and constant: they are not saved. Its own
+load_state_dict would move paged state off its pages, so the state is initialised as in a first step and then filled.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+TENSORS, SCALARS = "optimizer.safetensors", "optimizer.json"
+
+
+def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Writes the state of every parameter, numbered in the groups' order."""
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, float | int] = {}
+    for index, (_, _, parameter) in enumerate(_parameters(optimizer)):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if key.startswith("qmap"):
+                continue
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
+            else:
+                scalars[f"{index}.{key}"] = value
+    save_file(tensors, folder / TENSORS)
+    (folder / SCALARS).write_text(json.dumps(scalars))
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Fills a freshly built optimizer with what save_optimizer wrote."""
+    saved: dict[int, dict[str, torch.Tensor | float | int]] = {}
+    for name, value in [
+        *load_file(folder / TENSORS).items(),
+        *json.loads((folder / SCALARS).read_text()).items(),
+    ]:
+        index, _, key = name.partition(".")
+        saved.setdefault(int(index), {})[key] = value
+    is_bitsandbytes = hasattr(optimizer, "init_state")
+    if is_bitsandbytes:
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    for index, (group_index, in_group, parameter) in enumerate(_parameters(optimizer)):
+        if index not in saved:
+            continue
+        if is_bitsandbytes:
+            optimizer.init_state(optimizer.param_groups[group_index], parameter, group_index, in_group)
+        state = optimizer.state[parameter]
+        for key, value in saved[index].items():
+            if isinstance(state.get(key), torch.Tensor):
+                state[key].copy_(value)
+            elif isinstance(value, torch.Tensor) and key != "step":
+                state[key] = value.to(parameter.device)
+            else:
+                state[key] = value  # torch keeps its step counter on the host
+
+
+def _parameters(optimizer: torch.optim.Optimizer):
+    """(group index, index in the group, parameter), in order."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for in_group, parameter in enumerate(group["params"]):
+            yield group_index, in_group, parameter

@@ -1,0 +1,92 @@
+"""Options of the group `optim`: adding an optimizer is one class here and one YAML in conf/optim/."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.config.registry import option
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Optim(ABC):
+    """What all optimizers share."""
+
+    learning_rate: float
+    """the schedule's peak"""
+    weight_decay: float
+    """decoupled; not applied to vectors (norms, biases)"""
+
+    @abstractmethod
+    def build(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer over `parameters`, in their order."""
+
+    def groups(self, parameters: list[torch.nn.Parameter]) -> list[dict]:
+        """Matrices with weight decay, vectors without."""
+        matrices = [p for p in parameters if p.ndim >= 2]
+        vectors = [p for p in parameters if p.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+
+@dataclass
+class Adam(Optim):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    betas: list[float]
+    """decay of the first and second moment, two numbers"""
+    eps: float
+    """added to the root of the second moment"""
+
+
+@option("optim", "adamw")
+@dataclass
+class AdamW(Adam):
+    """torch's own, 8 bytes of state a parameter."""
+
+    def build(self, parameters):
+        import torch
+
+        return torch.optim.AdamW(self.groups(parameters), lr=self.learning_rate, betas=tuple(self.betas), eps=self.eps)
+
+
+@dataclass
+class BitsAndBytesAdamW(Adam):
+    """bitsandbytes' AdamW; which one, the subclass says."""
+
+    def build(self, parameters):
+        import bitsandbytes as bnb
+
+        optimizer_class = getattr(bnb.optim, self.optimizer)
+        return optimizer_class(self.groups(parameters), lr=self.learning_rate, betas=tuple(self.betas), eps=self.eps)
+
+
+@option("optim", "adamw_8bit")
+@dataclass
+class AdamW8bit(BitsAndBytesAdamW):
+    """8-bit state in blocks of 256 (Dettmers et al. 2022): 2.03 bytes a parameter."""
+
+    optimizer = "AdamW8bit"
+
+
+@option("optim", "paged_adamw_8bit")
+@dataclass
+class PagedAdamW8bit(BitsAndBytesAdamW):
+    """8-bit state that CUDA moves to host memory when the card is full; the same as adamw_8bit on a CPU."""
+
+    optimizer = "PagedAdamW8bit"
+
+
+@option("optim", "paged_adamw_32bit")
+@dataclass
+class PagedAdamW32bit(BitsAndBytesAdamW):
+    """32-bit state that CUDA moves to host memory when the card is full."""
+
+    optimizer = "PagedAdamW32bit"

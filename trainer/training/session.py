@@ -1,0 +1,197 @@
+"""One run from its configuration to its result: prepare, train, export. The order is the design's: everything that
+can fail without the weights fails before the weights are touched.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from trainer.config.saved import Run
+from trainer.config.schema import Device
+from trainer.data.loader import TrainingSteps, evaluation_batches
+from trainer.data.tokenize import Counts, TokenSet, load_tokens, split_held_out
+from trainer.errors import ConfigError, ModelError
+from trainer.memory.measure import GIB, Memory
+from trainer.model import attention
+from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
+from trainer.model.precision import Dtypes
+from trainer.model.probe import check_packing
+from trainer.tracking.console import Screen
+from trainer.training.loop import Loop
+from trainer.training.throughput import count_arithmetic
+from trainer.training.weights import total_parameters
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Stages:
+    """Seconds of each stage of a run, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def sentence(self) -> str:
+        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+
+@dataclass
+class Prepared:
+    """Everything that exists before the weights do."""
+
+    device: torch.device
+    dtypes: Dtypes
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+    skeleton: PreTrainedModel
+    train_set: TokenSet
+    held_out: TokenSet | None
+    counts: list[Counts]
+    steps: TrainingSteps
+
+
+@dataclass
+class Ready:
+    """A run that can take its first step."""
+
+    prepared: Prepared
+    loop: Loop
+    adapted: torch.nn.Module
+    """the PEFT model around loop.model, or loop.model itself"""
+    attention: str
+    trainable_parameters: int
+    total_parameters: int
+
+
+def prepare(run: Run, stages: Stages) -> Prepared:
+    """Device, tokenizer, data and the model's shape. Raises TrainerError for all that a user can get wrong there."""
+    config = run.config
+    device = find_device(config.device)
+    dtypes = config.precision.build(device)
+    with stages.stage("tokenizer"):
+        tokenizer = load_tokenizer(config.model)
+    with stages.stage("data"):
+        train_set, held_out, counts = _load_data(run, tokenizer)
+    model_config = load_config(config.model)
+    shape = skeleton(model_config)
+    config.adapter.check(shape)
+    _check_vocabulary(train_set, held_out, shape)
+    steps = TrainingSteps(train_set, config.packing, config.train, config.seed)
+    return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps)
+
+
+def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready:
+    """Weights, adapter, checkpointing and optimizer; ends with the packing probe."""
+    config, device, dtypes = run.config, prepared.device, prepared.dtypes
+    chosen, why = "sdpa", "padded rows"
+    if config.packing.packed:
+        chosen, why = attention.choose(prepared.config, device, dtypes.compute)
+    with stages.stage("weights"):
+        torch.manual_seed(config.seed)
+        base = load_base(config.model, prepared.config, config.quant, dtypes, device, chosen)
+    with stages.stage("adapter"):
+        torch.manual_seed(config.seed)
+        adapted = config.adapter.attach(base)
+        config.checkpointing.apply(base)
+        parameters = [p for p in adapted.parameters() if p.requires_grad]
+        optimizer = config.optim.build(parameters)
+    accelerator = _accelerator(run, device)
+    trainable, total = total_parameters(adapted)
+    base_trains = trainable == total
+    loop = Loop(
+        model=base,
+        parameters=parameters,
+        optimizer=optimizer,
+        schedule=config.schedule,
+        loss=config.loss,
+        steps=prepared.steps,
+        dtypes=dtypes,
+        accelerator=accelerator,
+        arithmetic=count_arithmetic(prepared.skeleton, 0 if base_trains else trainable, base_trains),
+        memory=memory,
+        max_grad_norm=config.train.max_grad_norm,
+        peak_learning_rate=config.optim.learning_rate,
+    )
+    if config.packing.packed:
+        with stages.stage("packing probe"):
+            check_packing(base, config.loss, dtypes, prepared.config.get_text_config().vocab_size)
+    return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total)
+
+
+def find_device(device: Device) -> torch.device:
+    """The device to run on. Raises ConfigError for a GPU recipe without a GPU."""
+    if device is Device.cpu or (device is Device.auto and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device=cuda: this machine has no GPU that torch can use. Run the same job slowly on the CPU with "
+            "device=cpu (add model.weights=random to try it without the weights), or a small one with "
+            "recipe=quickstart."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the run's numbers were made on."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"device": properties.name, "memory_gib": properties.total_memory / GIB, "cuda": torch.version.cuda}
+    return {"device": "cpu", "machine": platform.machine(), "threads": torch.get_num_threads()}
+
+
+def held_out_batches(prepared: Prepared, run: Run):
+    """A function that makes the held-out micro-batches, or None without held-out data."""
+    if prepared.held_out is None:
+        return None
+    return lambda: evaluation_batches(prepared.held_out, run.config.packing, run.config.train)
+
+
+def _load_data(run: Run, tokenizer: Any) -> tuple[TokenSet, TokenSet | None, list[Counts]]:
+    data = run.config.data
+    tokens, counts = load_tokens(data, data.path, "data.path", tokenizer)
+    if data.eval_path is None:
+        train_set, held_out = split_held_out(tokens, data.eval_fraction, run.config.seed)
+        return train_set, held_out, [counts]
+    held_out, held_out_counts = load_tokens(data, data.eval_path, "data.eval_path", tokenizer)
+    return tokens, held_out, [counts, held_out_counts]
+
+
+def _check_vocabulary(train_set: TokenSet, held_out: TokenSet | None, shape: PreTrainedModel) -> None:
+    rows = shape.get_input_embeddings().weight.shape[0]
+    highest = max(int(tokens.input_ids.max()) for tokens in (train_set, held_out) if tokens is not None)
+    if highest >= rows:
+        raise ModelError(
+            f"the tokenizer gives token {highest}, but the model has embeddings for {rows} tokens only. "
+            "Tokenizer and model do not belong together; for weights=random set model.architecture.vocab_size."
+        )
+
+
+def _accelerator(run: Run, device: torch.device) -> Accelerator:
+    return run.config.engine.build(cpu=device.type == "cpu")
+
+
+def quiet_libraries(screen: Screen) -> None:
+    """Libraries' chatter goes to no one; their bars appear in a terminal only."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # the start table says so
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers.utils.logging.set_verbosity_error()
+    if not screen.terminal.is_terminal:
+        transformers.utils.logging.disable_progress_bar()

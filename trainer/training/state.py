@@ -1,0 +1,67 @@
+"""What a run must remember to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Window:
+    """Sums since the last row of metrics."""
+
+    loss_sum: torch.Tensor | float = 0.0
+    """fp32, on the device; read only when a row is written or a checkpoint saved"""
+    num_targets: int = 0
+    num_tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class State:
+    """Position and tallies of a run after `step` optimizer steps; goes to state.json."""
+
+    step: int = 0
+    num_tokens: int = 0
+    """real tokens so far"""
+    num_targets: int = 0
+    seconds: float = 0.0
+    """wall time of optimizer steps so far"""
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    window: Window = field(default_factory=Window)
+    logged_step: int = 0
+    evaluated_step: int | None = None
+    first_eval_loss: float | None = None
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    """lowest after at least one step"""
+    best_step: int | None = None
+    last_loss: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        values["window"]["loss_sum"] = float(self.window.loss_sum)
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> State:
+        return cls(**{**values, "window": Window(**values["window"])})
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Torch's generators that dropout draws from; data order needs none, it is a function of (seed, epoch)."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Puts generators back to what rng_state returned."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

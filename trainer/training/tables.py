@@ -1,0 +1,122 @@
+"""The table at a run's start (what will run, what it will cost) and the one at its end (what came out)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.config.saved import Run
+from trainer.memory.measure import GIB, Memory
+from trainer.tracking.console import Screen
+from trainer.training.session import Ready, Stages
+
+
+def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: Memory, tracking: str) -> None:
+    """What is about to run."""
+    config, prepared, choice = run.config, ready.prepared, run.choices
+    steps, train = prepared.steps, config.train
+    rows = len(steps.micro_batches(0))
+    tokens = int(prepared.train_set.lengths.sum())
+    if config.packing.packed:
+        fill = tokens / (rows * train.micro_batch_tokens)
+        shape = f"{rows} rows of up to {train.micro_batch_tokens:,} tokens, {fill:.1%} full"
+    else:
+        shape = f"{rows} padded micro-batches of up to {train.micro_batch_size} samples"
+    epochs = f"{steps.position(steps.num_steps).epochs_done:.2f} epochs"
+    held_out = prepared.held_out
+    source = "random weights" if config.model.weights.value == "random" else config.model.path
+    dtype = str(prepared.dtypes.compute).removeprefix("torch.")
+    paged = " (not paged on a CPU)" if "paged" in choice["optim"] and prepared.device.type == "cpu" else ""
+    screen.table(
+        f"trainer: {run.config.recipe}",
+        [
+            ("model", f"{source}, {_count(ready.total_parameters)} parameters, {choice['quant']}"),
+            (
+                "trains",
+                f"{choice['adapter']}, {_count(ready.trainable_parameters)} parameters "
+                f"({ready.trainable_parameters / ready.total_parameters:.2%})",
+            ),
+            (
+                "dtypes",
+                f"base {dtype}, compute {dtype}, trainable float32, optimizer {choice['optim']}{paged}, loss float32",
+            ),
+            (
+                "device",
+                f"{_device_name(prepared.device)}, attention {ready.attention}, checkpointing "
+                f"{choice['checkpointing']}",
+            ),
+            *[("data", f"{counts.path}: {counts.sentence(config.data.max_length)}") for counts in prepared.counts],
+            (
+                "",
+                f"{len(prepared.train_set):,} samples to train on, {tokens:,} tokens, "
+                f"{int(prepared.train_set.is_target.sum()):,} targets; "
+                + (f"{len(held_out):,} held out" if held_out is not None else "none held out"),
+            ),
+            ("packing", f"{choice['packing']}: {shape}"),
+            (
+                "steps",
+                f"{steps.num_steps} of {train.accumulation_steps} micro-batches, {epochs}, learning rate "
+                f"{config.optim.learning_rate:g} {choice['schedule']}",
+            ),
+            ("memory", f"{memory.read().allocated / GIB:.2f} GiB held before the first step"),
+            ("tracking", tracking),
+            ("folder", str(run_dir)),
+        ],
+    )
+
+
+def end_table(screen: Screen, summary: dict[str, Any], stages: Stages, run_dir: Path, tracking: str) -> None:
+    """What came out."""
+    rows = [
+        ("steps", f"{summary['steps']}, {summary['num_tokens']:,} tokens"),
+        ("training loss", _loss(summary["final_loss"])),
+    ]
+    if summary["eval_loss"] is not None:
+        rows.append(
+            (
+                "held-out loss",
+                f"{_loss(summary['first_eval_loss'])} before, {_loss(summary['eval_loss'])} after, best "
+                f"{_loss(summary['best_eval_loss'])}",
+            )
+        )
+    if summary["skipped_steps"]:
+        rows.append(("skipped steps", str(summary["skipped_steps"])))
+    rows += [
+        ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"),
+        (
+            "memory",
+            f"{summary['peak_memory_gib']:.2f} GiB peak allocated, {summary['rss_peak_gib']:.2f} GiB process peak",
+        ),
+        ("time", f"{summary['wall_seconds']:.1f} s: {stages.sentence()}"),
+        ("result", str(run_dir / summary["adapter"])),
+        ("tracking", tracking),
+    ]
+    screen.table("done", rows)
+
+
+def answers_table(screen: Screen, answers: list[dict[str, str]]) -> None:
+    """Held-out prompts with what the data, the base and the trained model answer."""
+    if not answers:
+        return
+    names = [name for name in ("prompt", "expected", "base", "trained") if name in answers[0]]
+    rows = [tuple(answer[name] for name in names) for answer in answers]
+    screen.columns("held-out prompts", tuple(names), rows)
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _device_name(device: Any) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,270 @@
+"""The train command's work: one run in its folder, from the first table to the last."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config.saved import Run, public_config, save_run
+from trainer.errors import Interrupted, OutOfMemoryError, StorageError, TrainerError
+from trainer.export.answers import held_out_answers
+from trainer.export.result import export, stop_tokens
+from trainer.memory.measure import GIB, Memory, rss_peak
+from trainer.tracking.console import Screen
+from trainer.tracking.metrics import Metrics
+from trainer.tracking.options import Tracker
+from trainer.tracking.run_folder import RunFolder, git_commit, new_run_id, versions
+from trainer.training import session
+from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state, write_atomically
+from trainer.training.evaluate import evaluate
+from trainer.training.interrupts import Interrupts
+from trainer.training.loop import train
+from trainer.training.resume import Beginning, check_same_data, decide
+from trainer.training.session import Prepared, Ready, Stages
+from trainer.training.state import State, rng_state
+from trainer.training.tables import answers_table, end_table, start_table
+from trainer.training.throughput import peak_flops
+from trainer.training.watch import Watch
+from trainer.training.weights import trainable_hash
+
+
+def run_training(run: Run, run_dir: Path) -> dict[str, Any]:
+    """Trains, or continues, the run in `run_dir`; returns its summary. Raises TrainerError."""
+    with ExitStack() as stack:
+        training = TrainingRun(run, RunFolder(run_dir), stack)
+        with _leaving_nothing(training.folder):
+            beginning = training.look()
+            if beginning.finished is not None:
+                training.screen.say(f"{run_dir}: this run is completed; nothing to do.")
+                return beginning.finished
+            prepared = session.prepare(run, training.stages)
+            check_same_data(training.folder, beginning, prepared.train_set.content_hash(), run.config.train.resume)
+        with training.recording_failure():
+            return training.go(prepared, beginning)
+
+
+@dataclass
+class TrainingRun:
+    """One process's work on a run folder."""
+
+    run: Run
+    folder: RunFolder
+    stack: ExitStack
+    """closes what was opened, in reverse order"""
+    screen: Screen = field(default_factory=Screen)
+    stages: Stages = field(default_factory=Stages)
+    state: State = field(default_factory=State)
+    started: float = field(default_factory=time.perf_counter)
+    tracker: Tracker | None = None
+    ready: Ready | None = None
+    peak_memory: int = 0
+
+    def look(self) -> Beginning:
+        """Takes the folder and decides how to begin."""
+        session.quiet_libraries(self.screen)
+        keep = self.run.config.train.keep_checkpoints
+        self.checkpoints = Checkpoints(self.folder.path / "checkpoints", keep)
+        self.interrupts = self.stack.enter_context(Interrupts())
+        self.folder.open()
+        self.stack.callback(self.folder.close)
+        return decide(self.run, self.folder, self.checkpoints, self.screen.say)
+
+    def go(self, prepared: Prepared, beginning: Beginning) -> dict[str, Any]:
+        """Weights, training and result."""
+        run_id = self._open_records(beginning)
+        config = self.run.config
+        memory = self.stack.enter_context(Memory(prepared.device))
+        self.ready = ready = session.build(self.run, prepared, memory, self.stages)
+        rng = self._begin_or_restore(ready, beginning, run_id)
+        where = self.tracker.where if self.tracker is not None else "this folder only"
+        start_table(self.screen, self.run, ready, self.folder.path, memory, where)
+        if beginning.checkpoint is not None:
+            self.screen.say(f"resumed at step {self.state.step} from {beginning.checkpoint.name}", style="green")
+            self.metrics.write("resumed", step=self.state.step)
+
+        with self.screen.bar("training", prepared.steps.num_steps, self.state.step) as bar:
+            loop = ready.loop
+            watch = Watch(
+                train=config.train,
+                loop=loop,
+                screen=self.screen,
+                bar=bar,
+                metrics=self.metrics,
+                tracker=self.tracker,
+                peak_flops=peak_flops(prepared.device),
+                held_out=session.held_out_batches(prepared, self.run),
+                evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, self.interrupts.check),
+                save=lambda state: self.checkpoints.save(ready.adapted, loop.optimizer, state, rng),
+                saved_step=self.state.step,
+            )
+            with self.stages.stage("training"), self._until_interrupted(watch), self._memory_advice(prepared):
+                train(loop, self.state, rng, watch.after_step, self.interrupts.check)
+        self.peak_memory = watch.peak_memory
+        return self._finish(prepared, where)
+
+    def _open_records(self, beginning: Beginning) -> str:
+        """Files that every run has, and its tracker; returns the run's id."""
+        folder = self.folder
+        self.stack.callback(self.screen.close)
+        self.screen.keep_log(folder.file("train.log"))
+        folder.file("summary.json").unlink(missing_ok=True)
+        save_run(self.run, folder.path)
+        self.metrics = Metrics(folder.file("metrics.jsonl"))
+        self.stack.callback(self.metrics.close)
+        run_id = beginning.run_id or new_run_id()
+        with self.stages.stage("tracking"):
+            self.tracker = self.run.config.track.build(folder.path, run_id, public_config(self.run))
+        return run_id
+
+    def _begin_or_restore(self, ready: Ready, beginning: Beginning, run_id: str) -> dict[str, torch.Tensor]:
+        """A fresh state, or that of the checkpoint; returns the generators' states."""
+        device = ready.prepared.device
+        if beginning.checkpoint is None:
+            write_atomically(self.folder.file("manifest.json"), json.dumps(self._manifest(ready, run_id), indent=1))
+            return rng_state(device)
+        self.state = load_state(beginning.checkpoint)
+        return load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, device)
+
+    def _manifest(self, ready: Ready, run_id: str) -> dict[str, Any]:
+        config, prepared = self.run.config, ready.prepared
+        return {
+            "run_id": run_id,
+            "versions": versions(),
+            "git_commit": git_commit(),
+            "model": config.model.path,
+            "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
+            "weights": config.model.weights.value,
+            "data_hash": prepared.train_set.content_hash(),
+            "seed": config.seed,
+            "fresh_adapter_hash": trainable_hash(ready.adapted),
+            "hardware": session.hardware(prepared.device),
+        }
+
+    @contextmanager
+    def _until_interrupted(self, watch: Watch) -> Iterator[None]:
+        """A signal ends the run after the running micro-batch, with the last whole step saved."""
+        self.interrupts.deferred = True
+        try:
+            yield
+        except Interrupted as stop:
+            watch.save_now(self.state)
+            self.peak_memory = watch.peak_memory
+            raise Interrupted(
+                stop.exit_code - 128,
+                f"{stop} The state after step {self.state.step} is saved; go on with: "
+                f"trainer resume run={self.folder.path}",
+            ) from None
+        finally:
+            self.interrupts.deferred = False
+
+    @contextmanager
+    def _memory_advice(self, prepared: Prepared) -> Iterator[None]:
+        """An allocator's failure becomes an error that says what to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            longest = int(prepared.train_set.lengths.max())
+            last = self.checkpoints.pointer("last")
+            train = self.run.config.train
+            shape = (
+                f"train.micro_batch_tokens={train.micro_batch_tokens}"
+                if self.run.config.packing.packed
+                else f"train.micro_batch_size={train.micro_batch_size}"
+            )
+            raise OutOfMemoryError(
+                f"in step {self.state.step + 1}: {str(error).splitlines()[0]} Longest sample: {longest} tokens; "
+                f"{shape}. Lower it and raise train.accumulation_steps by the same factor, or set "
+                f"checkpointing=full or quant=nf4. " + (f"Checkpoint kept: {last}." if last else "No checkpoint yet.")
+            ) from error
+
+    @contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """summary.json tells how a run ended that did not complete; the tracker too."""
+        try:
+            yield
+        except BaseException as error:
+            status = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+            message = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
+            with _disk_trouble_ignored():
+                self._write_summary({**self._summary(status), "error": message})
+            raise
+
+    def _finish(self, prepared: Prepared, tracking: str) -> dict[str, Any]:
+        run_dir, ready = self.folder.path, self.ready
+        ends = stop_tokens(prepared.train_set, prepared.tokenizer)
+        with self.stages.stage("result"), _storage_errors(run_dir):
+            name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir)
+        answers = []
+        if prepared.held_out is not None and self.run.config.train.compare_prompts:
+            with self.stages.stage("answers"):
+                answers = held_out_answers(ready, ends, self.run.config.train.compare_prompts)
+        summary = {**self._summary("completed"), "adapter": name, "answers": answers}
+        self._write_summary(summary)
+        answers_table(self.screen, answers)
+        end_table(self.screen, summary, self.stages, run_dir, tracking)
+        return summary
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        state, ready = self.state, self.ready
+        return {
+            "status": status,
+            "steps": state.step,
+            "num_tokens": state.num_tokens,
+            "num_targets": state.num_targets,
+            "skipped_steps": state.skipped_steps,
+            "final_loss": state.last_loss,
+            "first_eval_loss": state.first_eval_loss,
+            "eval_loss": state.eval_loss,
+            "best_eval_loss": state.best_eval_loss,
+            "best_step": state.best_step,
+            "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
+            "peak_memory_gib": self.peak_memory / GIB,
+            "rss_peak_gib": rss_peak() / GIB,
+            "trainable_parameters": ready.trainable_parameters if ready else None,
+            "total_parameters": ready.total_parameters if ready else None,
+            "wall_seconds": time.perf_counter() - self.started,
+            "stages": self.stages.seconds,
+            "adapter": None,
+        }
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        write_atomically(self.folder.file("summary.json"), json.dumps(summary, indent=1, ensure_ascii=False))
+        if self.tracker is not None:
+            self.tracker.finish(summary)
+
+
+@contextmanager
+def _leaving_nothing(folder: RunFolder) -> Iterator[None]:
+    """A run that fails before it begins leaves no folder behind."""
+    try:
+        yield
+    except BaseException:
+        folder.remove_if_unused()
+        raise
+
+
+@contextmanager
+def _storage_errors(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{run_dir}: the result could not be written: {error.strerror}. The last checkpoint is kept; free some "
+            "space and start the same command again."
+        ) from error
+
+
+@contextmanager
+def _disk_trouble_ignored() -> Iterator[None]:
+    """While a failure is being recorded, a second one must not hide it."""
+    try:
+        yield
+    except OSError:
+        return

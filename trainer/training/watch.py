@@ -1,0 +1,133 @@
+"""What happens after a step: a row of metrics, an evaluation, a checkpoint. None of it can change gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.batch import MicroBatch
+from trainer.memory.measure import GIB
+from trainer.tracking.console import Bar, Screen
+from trainer.tracking.metrics import Metrics
+from trainer.training.evaluate import Evaluation
+from trainer.training.loop import Loop
+from trainer.training.state import State, Window
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Train
+    from trainer.tracking.options import Tracker
+
+
+@dataclass
+class Watch:
+    """Called by the loop after every step, and once before the first."""
+
+    train: Train
+    loop: Loop
+    screen: Screen
+    bar: Bar
+    metrics: Metrics
+    tracker: Tracker | None
+    peak_flops: float | None
+    held_out: Callable[[], Iterable[MicroBatch]] | None
+    evaluate: Callable[[Iterable[MicroBatch]], Evaluation]
+    save: Callable[[State], Any]
+    saved_step: int = 0
+    """step of the newest checkpoint"""
+    peak_memory: int = 0
+    """highest allocated bytes so far"""
+    _skipped: int = 0
+
+    def after_step(self, state: State, grad_norm: float) -> None:
+        """Does what is due at this step and has not been done: a resumed run makes up for what a stop cut off."""
+        self.bar.at(state.step)
+        if state.skipped_steps > self._skipped:
+            self._skipped = state.skipped_steps
+            if state.skipped_in_a_row:
+                self._report(self.metrics.write("skipped", step=state.step, grad_norm=grad_norm))
+                self.screen.say(f"step {state.step}: skipped, its gradient norm is {grad_norm}", style="yellow")
+        at_end = state.step == self.loop.steps.num_steps
+        if state.step > state.logged_step and (at_end or state.step % self.train.log_every == 0):
+            self._log(state, grad_norm)
+        if at_end or state.step == 0 or _every(state.step, self.train.eval_every):
+            self._evaluate(state)
+        if at_end or _every(state.step, self.train.save_every) or self._improved(state):
+            self.save_now(state)
+
+    def save_now(self, state: State) -> None:
+        """A checkpoint of this step, unless it is there already."""
+        if state.step > self.saved_step:
+            self.save(state)
+            self.saved_step = state.step
+
+    def _improved(self, state: State) -> bool:
+        """A new best is saved at once, where saving in between is wanted at all."""
+        return self.train.save_every > 0 and state.best_step == state.step
+
+    def _log(self, state: State, grad_norm: float) -> None:
+        window, position = state.window, self.loop.steps.position(state.step)
+        loss = float(window.loss_sum) / window.num_targets  # reads the device
+        memory = self.loop.memory.read()
+        self.peak_memory = max(self.peak_memory, memory.peak)
+        mfu = window.flops / window.seconds / self.peak_flops if self.peak_flops else None
+        row = self.metrics.write(
+            "train",
+            step=state.step,
+            epoch=round(position.epochs_done, 4),
+            loss=loss,
+            learning_rate=self.loop.learning_rate(state.step),
+            grad_norm=grad_norm,
+            num_tokens=state.num_tokens,
+            num_targets=state.num_targets,
+            tokens_per_second=window.num_tokens / window.seconds,
+            mfu=mfu,
+            memory_allocated_gib=memory.allocated / GIB,
+            memory_peak_gib=memory.peak / GIB,
+            rss_peak_gib=memory.rss_peak / GIB,
+            seconds=state.seconds,
+        )
+        self._report(row)
+        self.screen.say(
+            f"step {state.step:>{len(str(self.loop.steps.num_steps))}}/{self.loop.steps.num_steps}"
+            f"  loss {loss:.4f}  lr {row['learning_rate']:.2e}  grad norm {grad_norm:.3f}"
+            f"  {row['tokens_per_second']:,.0f} tokens/s"
+            + (f"  mfu {mfu:.1%}" if mfu is not None else "")
+            + f"  memory {row['memory_peak_gib']:.2f} GiB"
+        )
+        state.last_loss = loss
+        state.window, state.logged_step = Window(), state.step
+
+    def _evaluate(self, state: State) -> None:
+        if self.held_out is None or state.evaluated_step == state.step:
+            return
+        result = self.evaluate(self.held_out())
+        row = self.metrics.write(
+            "eval",
+            step=state.step,
+            eval_loss=result.loss,
+            perplexity=result.perplexity,
+            num_targets=result.num_targets,
+        )
+        self._report(row)
+        state.evaluated_step, state.eval_loss = state.step, result.loss
+        self.saved_step = min(self.saved_step, state.step - 1)  # a checkpoint of this step does not know it yet
+        if state.step == 0:
+            state.first_eval_loss = result.loss
+        best = ""
+        if state.step > 0 and (state.best_eval_loss is None or result.loss < state.best_eval_loss):
+            state.best_eval_loss, state.best_step, best = result.loss, state.step, "  (best)"
+        self.screen.say(
+            f"step {state.step}: held-out loss {result.loss:.4f}, perplexity {result.perplexity:.2f}"
+            f" over {result.num_targets:,} targets{best}",
+            style="green",
+        )
+        self.loop.memory.sample()
+
+    def _report(self, row: dict[str, Any]) -> None:
+        if self.tracker is not None:
+            self.tracker.log(row)
+
+
+def _every(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
