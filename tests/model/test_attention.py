@@ -1,0 +1,199 @@
+"""Packed rows against each sample alone: logits, gradients, and what may not cross a border (P1, P2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from tests.factories import (
+    VOCABULARY,
+    gradients,
+    largest_difference,
+    llama,
+    packed_batch,
+    padded_batch,
+    random_tokens,
+    summed_loss,
+)
+from trainer.model import attention
+from trainer.model.attention import PACKED
+
+PATHS = [PACKED, "sdpa", "eager"]
+"""The per-sample path, and transformers' own attention with the block mask it builds."""
+
+
+def mistral(attention: str, window: int | None):
+    """A random Mistral: sliding windows in every layer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "mistral",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        sliding_window=window,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def alone(model, tokens):
+    """Logits of each sample by the model's plain forward, and the gradients of the summed loss over all of them."""
+    model.zero_grad()
+    logits = []
+    for index in range(len(tokens)):
+        batch = padded_batch(tokens, index)
+        out = model(input_ids=batch.input_ids, use_cache=False).logits
+        summed_loss(out, batch.labels).backward()
+        logits.append(out[0].detach())
+    return torch.cat(logits), gradients(model)
+
+
+def packed(model, tokens):
+    model.zero_grad()
+    batch = packed_batch(tokens)
+    out = model(**batch.inputs()).logits
+    summed_loss(out, batch.labels).backward()
+    return out[0].detach(), gradients(model)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("lengths", [[5, 4], [1, 7, 2, 30, 3]])
+def test_packed_equals_each_sample_alone(path, lengths):
+    tokens = random_tokens(lengths)
+    expected_logits, expected_gradients = alone(llama("eager"), tokens)
+    logits, grads = packed(llama(path), tokens)
+    assert (logits - expected_logits).abs().max() <= 1e-5
+    assert largest_difference(grads, expected_gradients) <= 1e-5
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_sliding_window_is_honoured_inside_each_sample(path, window):
+    tokens = random_tokens([12, 9, 2])
+    expected_logits, expected_gradients = alone(mistral("eager", window), tokens)
+    logits, grads = packed(mistral(path, window), tokens)
+    assert (logits - expected_logits).abs().max() <= 1e-5
+    assert largest_difference(grads, expected_gradients) <= 1e-5
+    unlimited, _ = alone(mistral("eager", None), tokens)
+    assert (logits - unlimited).abs().max() > 1e-2, "the window changes nothing: the test proves nothing"
+
+
+@pytest.mark.parametrize("make", [llama, lambda path: mistral(path, 3)], ids=["llama", "sliding window"])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_token_of_the_first_sample_leaves_the_second_bit_identical(path, make):
+    tokens = random_tokens([5, 4])
+    changed = replace(tokens, input_ids=tokens.input_ids.copy())
+    changed.input_ids[2] = (changed.input_ids[2] + 1) % VOCABULARY
+    model = make(path)
+    with torch.no_grad():
+        before = model(**packed_batch(tokens).inputs()).logits[0]
+        after = model(**packed_batch(changed).inputs()).logits[0]
+    assert torch.equal(before[5:], after[5:])
+    assert not torch.equal(before[2:5], after[2:5])
+    assert torch.equal(before[:2], after[:2]), "a later token is seen by an earlier one"
+
+
+@pytest.mark.parametrize("make", [llama, lambda path: mistral(path, 3)], ids=["llama", "sliding window"])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_gradient_across_the_border_is_exactly_zero(path, make):
+    batch = packed_batch(random_tokens([5, 4]))
+    model = make(path)
+    embedded = model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
+    inputs = {**batch.inputs(), "input_ids": None, "inputs_embeds": embedded}
+    model(**inputs).logits[0, 5:].square().sum().backward()
+    assert torch.equal(embedded.grad[0, :5], torch.zeros(5, 64))
+    assert embedded.grad[0, 5:].abs().min() > 0
+
+
+def test_a_packed_batch_never_carries_a_mask_or_a_cache():
+    """P2: a mask of ones, or a cache, turns transformers' own detection off and samples see each other."""
+    batch = packed_batch(random_tokens([5, 4]))
+    inputs = batch.inputs()
+    assert inputs["attention_mask"] is None and inputs["use_cache"] is False
+    with pytest.raises(AssertionError, match="no attention mask"):
+        llama(PACKED)(**{**inputs, "attention_mask": torch.ones(1, 9)})
+    contaminated = llama("sdpa")(**{**inputs, "attention_mask": torch.ones(1, 9, dtype=torch.int64)}).logits
+    clean = llama("sdpa")(**inputs).logits
+    assert (contaminated - clean).abs().max() > 1e-2, "transformers now detects this by itself"
+
+
+def test_packed_attention_refuses_to_run_without_the_boundaries():
+    batch = packed_batch(random_tokens([5, 4]))
+    with pytest.raises(AssertionError, match="boundaries"):
+        llama(PACKED)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+
+
+def test_dropout_of_the_attention_reaches_the_kernel():
+    """Attention dropout is on in training mode only, and drawn from torch's generator."""
+    batch = packed_batch(random_tokens([9, 8]))
+    model = llama(PACKED, attention_dropout=0.5)
+    with torch.no_grad():
+        still = model(**batch.inputs()).logits
+        assert torch.equal(model(**batch.inputs()).logits, still)
+        model.train()
+        torch.manual_seed(1)
+        first = model(**batch.inputs()).logits
+        torch.manual_seed(1)
+        assert torch.equal(model(**batch.inputs()).logits, first)
+        assert not torch.allclose(first, still)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "chosen", "why"),
+    [
+        ("llama", {}, PACKED, "one kernel call per sample"),
+        ("mistral", {"sliding_window": 4}, PACKED, "one kernel call per sample"),
+        ("gemma2", {}, "eager", "caps its attention logits"),
+        ("gpt_oss", {}, "eager", "sinks"),
+        ("llama4_text", {"attention_chunk_size": 8}, "sdpa", "chunks"),
+    ],
+)
+def test_what_the_fast_path_does_not_do_goes_to_transformers(model_type, fields, chosen, why):
+    config = AutoConfig.for_model(model_type, **fields)
+    name, reason = attention.choose(config, torch.device("cpu"), torch.float32)
+    assert name == chosen and why in reason
+
+
+def test_cuda_in_fp32_takes_the_block_mask():
+    name, _ = attention.choose(LlamaConfig(), torch.device("cuda"), torch.float32)
+    assert name == "sdpa"
+
+
+def test_a_model_that_caps_its_logits_is_isolated_on_its_path():
+    """Gemma 2: soft-capped attention and sliding windows in every other layer, through the block mask."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma2",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=4,
+        attn_logit_softcapping=5.0,
+        initializer_range=0.1,
+    )
+    name, _ = attention.choose(config, torch.device("cpu"), torch.float32)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name).eval()
+    tokens = random_tokens([11, 9])
+    expected, expected_gradients = alone(model, tokens)
+    logits, grads = packed(model, tokens)
+    assert (logits - expected).abs().max() <= 1e-5
+    scale = max(g.abs().max().item() for g in expected_gradients.values())
+    assert largest_difference(grads, expected_gradients) <= 1e-5 * max(1.0, scale)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_window_mask_is_the_last_window_positions(window):
+    mask = attention._window_mask(6, window, torch.device("cpu"))
+    expected = np.array([[i - window < j <= i for j in range(6)] for i in range(6)])
+    assert np.array_equal(mask.numpy(), expected)
