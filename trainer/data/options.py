@@ -11,6 +11,7 @@ from trainer.config.registry import option
 class Format(Enum):
     auto = "auto"
     messages = "messages"
+    sharegpt = "sharegpt"
     alpaca = "alpaca"
     prompt_completion = "prompt_completion"
     text = "text"
