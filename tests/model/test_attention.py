@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.factories import (
@@ -19,7 +21,7 @@ from tests.factories import (
     random_tokens,
     summed_loss,
 )
-from trainer.model import attention
+from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
 
 PATHS = [PACKED, "sdpa", "eager"]
@@ -197,3 +199,55 @@ def test_window_mask_is_the_last_window_positions(window):
     mask = attention._window_mask(6, window, torch.device("cpu"))
     expected = np.array([[i - window < j <= i for j in range(6)] for i in range(6)])
     assert np.array_equal(mask.numpy(), expected)
+
+
+class CountedBoundaries:
+    """cu_seqlens that counts how often its lengths are asked for."""
+
+    def __init__(self, cu_seqlens):
+        self.lengths, self.asked = cu_seqlens.diff().tolist(), 0
+
+    def diff(self):
+        return self
+
+    def tolist(self):
+        self.asked += 1
+        return self.lengths
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_layers_share_boundaries_and_window_masks(window):
+    """Lengths are read once a micro-batch, and a window's masks built once, also when layers are recomputed."""
+    model = mistral(PACKED, window).train()
+    checkpointing.Full().apply(model)
+    batch = packed_batch(random_tokens([9, 3, 6]))
+    boundaries = CountedBoundaries(batch.cu_seqlens)
+    with OperationCounter() as operations:
+        model(**replace(batch, cu_seqlens=boundaries).inputs()).logits.sum().backward()
+    assert boundaries.asked == 1
+    assert operations.counts["aten::masked_fill_.Scalar"] == (0 if window is None else 2)
+    kernels = operations.counts["aten::_scaled_dot_product_flash_attention_for_cpu"]
+    assert kernels == 2 * 2 * 3  # layers, forward and recomputation, samples
+
+
+def test_keys_and_values_are_kept_unexpanded():
+    """What backward keeps of a layer: q, k, v, the output once for attention and o_proj, a number a head."""
+    query, key, value = (torch.randn(1, heads, 12, 16, requires_grad=True) for heads in (4, 2, 2))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        attention.packed_attention(
+            None, query, key, value, None, cu_seq_lens_q=torch.tensor([0, 5, 12], dtype=torch.int32), max_length_q=7
+        )
+    assert sorted(t.numel() for t in kept) == sorted([4 * 12 * 16, 2 * 12 * 16, 2 * 12 * 16, 4 * 12 * 16, 4 * 5, 4 * 7])
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation.name()] += 1
+        return operation(*args, **(kwargs or {}))

@@ -63,6 +63,8 @@ class LoRA(Adapter):
     module names; a list: name endings"""
     modules_to_save: list[str]
     """name endings of modules trained and saved whole, such as embed_tokens"""
+    fused: bool
+    """own autograd functions where they know the modules: same result and adapter file, less memory and time"""
 
     def check(self, model):
         find_targets(model, self.target_modules)
@@ -78,6 +80,8 @@ class LoRA(Adapter):
         import peft
         import torch
 
+        from trainer.model import fused
+
         targets = find_targets(model, self.target_modules)
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",
@@ -92,6 +96,8 @@ class LoRA(Adapter):
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
+        if self.fused:
+            fused.install(adapted)
         return adapted
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -78,21 +79,82 @@ def _varlen(query, key, value, scaling, sliding_window, cu_seqlens, max_length):
 
 
 def _per_sample(query, key, value, scaling, dropout, sliding_window, cu_seqlens):
-    """One scaled_dot_product_attention a sample: the same arithmetic as running each alone."""
-    lengths = cu_seqlens.diff().tolist()
+    """One kernel a sample: the same arithmetic as running each alone. Keys and values are not expanded to H heads."""
+    lengths, masks = _of_row(cu_seqlens, sliding_window, query)
+    if query.device.type == "cpu" and dropout == 0.0 and value.shape[-1] == query.shape[-1]:
+        return _PerSample.apply(query, key, value, lengths, masks, scaling)
     gqa = query.shape[1] != key.shape[1]
     outputs = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        length = q.shape[2]
-        if sliding_window is not None and length > sliding_window:
-            mask, causal = _window_mask(length, sliding_window, q.device), False
-        else:
-            mask, causal = None, True
+    for q, k, v, mask in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), masks, strict=True):
         out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=gqa
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
         outputs.append(out.transpose(1, 2))
     return torch.cat(outputs, dim=1)
+
+
+class _PerSample(torch.autograd.Function):
+    """The loop above on torch's CPU flash kernel, whose outputs lie in one row at once.
+
+    Autograd would keep every sample's output twice (the kernel's own and the row's) and run one node a sample.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, lengths, masks, scaling):
+        out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])  # (1, T, H, D)
+        logsumexps = []
+        pieces = zip(
+            *(x.split(lengths, dim=2) for x in (query, key, value)), out.split(lengths, dim=1), masks, strict=True
+        )
+        for q, k, v, row, mask in pieces:
+            sample, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling
+            )
+            row.copy_(sample.transpose(1, 2))
+            logsumexps.append(logsumexp)
+        ctx.lengths, ctx.masks, ctx.scaling = lengths, masks, scaling
+        ctx.save_for_backward(query, key, value, out, *logsumexps)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, *logsumexps = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        by_sample = [
+            x.split(ctx.lengths, dim=2) for x in (grad_out.transpose(1, 2), query, key, value, out.transpose(1, 2))
+        ]
+        targets = [x.split(ctx.lengths, dim=2) for x in grads]
+        for i, (logsumexp, mask) in enumerate(zip(logsumexps, ctx.masks, strict=True)):
+            results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(pieces[i] for pieces in by_sample), logsumexp, 0.0, mask is None, attn_mask=mask, scale=ctx.scaling
+            )
+            for target, result in zip(targets, results, strict=True):
+                target[i].copy_(result)
+        return *grads, None, None, None
+
+
+_ROWS = WeakIdKeyDictionary()
+"""What all layers share about the row whose boundaries are a key; forgotten with the boundaries."""
+
+
+def _of_row(cu_seqlens, window: int | None, like: torch.Tensor) -> tuple[list[int], list[torch.Tensor | None]]:
+    """Lengths of a row's samples, and the mask of each: None where plain causal attention sees the same."""
+    row = _ROWS.setdefault(cu_seqlens, {})
+    if "lengths" not in row:
+        row["lengths"] = cu_seqlens.diff().tolist()
+    lengths = row["lengths"]
+    if window is None or max(lengths) <= window:
+        return lengths, [None] * len(lengths)
+    key = (window, like.dtype)
+    if key not in row:
+        row[key] = [_additive_mask(n, window, like) if n > window else None for n in lengths]
+    return lengths, row[key]
+
+
+def _additive_mask(length: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """(length, length) in like's dtype: 0 in the window, -inf outside."""
+    mask = torch.zeros(length, length, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~_window_mask(length, window, like.device), float("-inf"))
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config.saved import Run
 from trainer.memory.measure import GIB, Memory
+from trainer.model import fused
 from trainer.tracking.console import Screen
 from trainer.training.session import Ready, Stages
 
@@ -36,6 +37,7 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
                 f"{choice['adapter']}, {_count(ready.trainable_parameters)} parameters "
                 f"({ready.trainable_parameters / ready.total_parameters:.2%})",
             ),
+            *([("forward", fused_parts)] if (fused_parts := fused.describe(ready.adapted)) else []),
             (
                 "dtypes",
                 f"base {dtype}, compute {dtype}, trainable float32, optimizer {choice['optim']}{paged}, loss float32",
