@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -151,7 +152,7 @@ class _user_errors:
         return self
 
     def __exit__(self, kind, error, traceback):
-        if kind is not None and issubclass(kind, (OSError, ValueError, KeyError, RuntimeError)):
+        if kind is not None and issubclass(kind, (OSError, ValueError, KeyError, RuntimeError, SafetensorError)):
             if "out of memory" in str(error):
                 return False
             first_line = str(error).strip().split("\n")[0]

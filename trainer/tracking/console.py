@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,7 +39,8 @@ class Screen:
 
     def close(self) -> None:
         if self._handle is not None:
-            self._handle.close()
+            with suppress(OSError):  # as in Metrics.close
+                self._handle.close()
             self._log = self._handle = None
 
     def say(self, text: str, style: str | None = None) -> None:

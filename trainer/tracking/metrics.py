@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class Metrics:
         return row
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # a row that a full disk refused is flushed again by closing, and refused again
+            self._file.close()
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import StorageError
@@ -38,7 +39,7 @@ class Checkpoints:
         target = self.path(state.step)
         building = self.folder / f".building-{target.name}"
         try:
-            shutil.rmtree(building, ignore_errors=True)
+            self._remove_leftovers()
             building.mkdir(parents=True)
             save_trainable(model, building)
             save_optimizer(optimizer, building)
@@ -49,7 +50,7 @@ class Checkpoints:
             write_atomically(self.folder / "last", target.name + "\n")
             if state.best_step == state.step:
                 write_atomically(self.folder / "best", target.name + "\n")
-        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError of its own
+        except (OSError, SafetensorError) as error:  # safetensors has its own error, also for a full disk
             shutil.rmtree(building, ignore_errors=True)
             raise StorageError(_save_failed(target, error, self.names())) from error
         self._rotate()
@@ -73,6 +74,11 @@ class Checkpoints:
             say(f"checkpoint {name} is not used: {problem}")
         return None
 
+    def _remove_leftovers(self) -> None:
+        """What a killed save left half-done, whatever its step was."""
+        for left in [*self.folder.glob(".building-step-*"), *self.folder.glob(".old-step-*")]:
+            shutil.rmtree(left, ignore_errors=True)
+
     def _rotate(self) -> None:
         kept = {self.pointer("best"), self.pointer("last"), *self.names()[-self.keep :]}
         for name in self.names():
@@ -89,19 +95,34 @@ class Checkpoints:
 
 
 def load_state(folder: Path) -> State:
-    """Position and tallies only, before any weight is read."""
-    return State.from_json(json.loads((folder / STATE).read_text()))
+    """Position and tallies only, before any weight is read. Raises StorageError."""
+    with _readable(folder):
+        return State.from_json(json.loads((folder / STATE).read_text()))
 
 
 def load_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Puts weights, optimizer state and generators back; returns the generators' states."""
-    load_trainable(model, folder)
-    load_optimizer(optimizer, folder)
-    rng = load_file(folder / RNG)
-    set_rng_state(rng, device)
+    """Puts weights, optimizer state and generators back; returns the generators' states. Raises StorageError."""
+    with _readable(folder):
+        load_trainable(model, folder)
+        load_optimizer(optimizer, folder)
+        rng = load_file(folder / RNG)
+        set_rng_state(rng, device)
     return rng
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A checkpoint whose hashes fit but whose content is not this run's was made by something else."""
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise StorageError(
+            f"checkpoint {folder.name} in {folder.parent} cannot be loaded into this run: "
+            f"{str(error).splitlines()[0]}. Its files are as its manifest says, so something else wrote them. "
+            "Remove the folder to go on from the checkpoint before it."
+        ) from error
 
 
 def seal(folder: Path, facts: dict) -> None:

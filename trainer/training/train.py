@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trainer.config.saved import Run, public_config, save_run
 from trainer.errors import Interrupted, OutOfMemoryError, StorageError, TrainerError
@@ -34,6 +36,8 @@ from trainer.training.throughput import peak_flops
 from trainer.training.watch import Watch
 from trainer.training.weights import trainable_hash
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
 
 def run_training(run: Run, run_dir: Path) -> dict[str, Any]:
     """Trains, or continues, the run in `run_dir`; returns its summary. Raises TrainerError."""
@@ -46,7 +50,7 @@ def run_training(run: Run, run_dir: Path) -> dict[str, Any]:
                 return beginning.finished
             prepared = session.prepare(run, training.stages)
             check_same_data(training.folder, beginning, prepared.train_set.content_hash(), run.config.train.resume)
-        with training.recording_failure():
+        with training.recording_failure(), _full_disk(run_dir):
             return training.go(prepared, beginning)
 
 
@@ -254,10 +258,25 @@ def _leaving_nothing(folder: RunFolder) -> Iterator[None]:
 def _storage_errors(run_dir: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise StorageError(
-            f"{run_dir}: the result could not be written: {error.strerror}. The last checkpoint is kept; free some "
+            f"{run_dir}: the result could not be written: {reason}. The last checkpoint is kept; free some "
             "space and start the same command again."
+        ) from error
+
+
+@contextmanager
+def _full_disk(run_dir: Path) -> Iterator[None]:
+    """A row of metrics or a line of train.log that the disk refuses ends the run in one line too."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise StorageError(
+            f"{run_dir}: cannot be written to any more: {error.strerror}. Free some space and start the same command "
+            "again; it goes on from the last checkpoint."
         ) from error
 
 

@@ -22,12 +22,14 @@ def save_trainable(model: torch.nn.Module, folder: Path) -> None:
 
 
 def load_trainable(model: torch.nn.Module, folder: Path) -> None:
-    """Puts back what save_trainable wrote, bit for bit."""
+    """Puts back what save_trainable wrote, bit for bit. Raises where it was not written for this model."""
     device = next(model.parameters()).device
     if isinstance(model, PeftModel):
         weights = load_file(folder / ADAPTER_FILE, device=str(device))
-        result = set_peft_model_state_dict(model, weights)
-        assert not result.unexpected_keys, f"unknown adapter weights: {result.unexpected_keys[:3]}"
+        wrong = weights.keys() ^ get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+        if wrong:  # PEFT itself loads what fits and leaves the rest as it was
+            raise ValueError(f"{ADAPTER_FILE} is of another adapter: {sorted(wrong)[0]}")
+        set_peft_model_state_dict(model, weights)
     else:
         weights = load_file(folder / MODEL_FILE, device=str(device))
         with torch.no_grad():
