@@ -1,0 +1,375 @@
+"""Stopped, killed and continued runs against the uninterrupted one, bit for bit; folders that hold something else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import in_child, kill_after_step, kill_at
+from tests.support import CHATS, REPO, chat_rows, metrics, train_here, write_jsonl
+from trainer.config.saved import load_run
+from trainer.errors import StorageError
+from trainer.training import checkpoint as checkpoint_module
+from trainer.training import loop as loop_module
+from trainer.training.checkpoint import Checkpoints
+from trainer.training.losses import Chunked
+from trainer.training.train import run_training
+
+THIRTEEN = [*CHATS, *[(a, q) for q, a in CHATS[:5]]]
+CLOCK = ("seconds", "tokens_per_second", "memory_allocated_gib", "memory_peak_gib", "rss_peak_gib", "time")
+"""What two equal runs may differ in."""
+
+
+@pytest.fixture(scope="module")
+def thirteen(tmp_path_factory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "thirteen.jsonl", chat_rows(THIRTEEN))
+
+
+@pytest.fixture
+def job(base_overrides, thirteen, chats) -> list[str]:
+    """13 samples in 7 rows, 3 epochs of 4 steps (the last one short), dropout, NF4, 8-bit state, warm-up, cosine.
+
+    Rows of metrics, evaluations and checkpoints fall on different steps.
+    """
+    return [
+        *base_overrides,
+        f"data.path={thirteen}",
+        f"data.eval_path={chats}",
+        "data.max_length=96",
+        "train.micro_batch_tokens=96",
+        "quant=nf4",
+        "optim=paged_adamw_8bit",
+        "optim.learning_rate=1e-2",
+        "adapter.dropout=0.1",
+        "adapter.r=64",
+        "schedule=cosine",
+        "schedule.warmup_steps=2",
+        "train.epochs=3",
+        "train.accumulation_steps=2",
+        "train.log_every=2",
+        "train.save_every=3",
+        "train.eval_every=4",
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The run of `job` without a stop, made once."""
+    made: dict[str, Path] = {}
+
+    def run(job: list[str]) -> Path:
+        if "run" not in made:
+            made["run"] = tmp_path_factory.mktemp("uninterrupted") / "run"
+            train_here(job, made["run"])
+        return made["run"]
+
+    return run
+
+
+def rows(run: Path) -> list[dict]:
+    """Train and evaluation rows without the clock."""
+    kept = [*metrics(run), *metrics(run, "eval")]
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in kept]
+
+
+def assert_equal_runs(run: Path, expected: Path) -> None:
+    assert rows(run) == rows(expected)
+    for name in ("adapter/adapter_model.safetensors", *last_files(expected)):
+        assert (run / name).read_bytes() == (expected / name).read_bytes(), name
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, expected)]
+    for key in (
+        "status",
+        "steps",
+        "num_tokens",
+        "num_targets",
+        "final_loss",
+        "eval_loss",
+        "best_eval_loss",
+        "best_step",
+    ):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+def last_files(run: Path) -> list[str]:
+    last = (run / "checkpoints" / "last").read_text().strip()
+    return [f"checkpoints/{last}/{name}" for name in ("optimizer.safetensors", "optimizer.json", "rng.safetensors")]
+
+
+def test_two_runs_with_one_seed_are_equal_and_with_another_are_not(job, uninterrupted, tmp_path):
+    """C2, and what makes the comparisons of this file mean something."""
+    expected = uninterrupted(job)
+    assert len(metrics(expected, "eval")) == 4 and metrics(expected)[-1]["step"] == 12
+    train_here(job, tmp_path / "again")
+    assert_equal_runs(tmp_path / "again", expected)
+    train_here([*job, "seed=1"], tmp_path / "other")
+    assert rows(tmp_path / "other") != rows(expected)
+    hashes = [
+        json.loads((run / "manifest.json").read_text())["fresh_adapter_hash"]
+        for run in (expected, tmp_path / "again", tmp_path / "other")
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_the_eight_bit_state_of_the_job_is_eight_bit(job, uninterrupted):
+    from safetensors.torch import load_file
+
+    state = load_file(uninterrupted(job) / last_files(uninterrupted(job))[0])
+    dtypes = {str(tensor.dtype) for name, tensor in state.items() if name.endswith("state1")}
+    assert "torch.uint8" in dtypes
+    assert not any("qmap" in name for name in state)
+
+
+def test_killed_in_the_second_epoch_and_resumed_twice(job, uninterrupted, tmp_path, capfd):
+    """R1, R2, R3, R6: SIGKILL after step 7 (checkpoint of 6), again after step 11 (checkpoint of 9)."""
+    run = tmp_path / "run"
+
+    def killed_after(step):
+        kill_after_step(step)
+        train_here(job, run)
+
+    assert in_child(lambda: killed_after(7)) == -signal.SIGKILL
+    assert not (run / "adapter").exists() and not (run / "summary.json").exists()
+    assert in_child(lambda: killed_after(11)) == -signal.SIGKILL
+    assert "resumed at step 6 from step-00000006" in capfd.readouterr().out
+    train_here(job, run)
+    assert "resumed at step 9 from step-00000009" in capfd.readouterr().out
+    assert_equal_runs(run, uninterrupted(job))
+    assert [row["step"] for row in metrics(run, "resumed")] == [6, 9]
+
+
+PLACES = {
+    "before the first checkpoint": (loop_module, "rng_state", 2),
+    "between two micro-batches": (Chunked, "sum", 30),
+    "between the weights' step and its count": (loop_module.torch.optim.Optimizer, "zero_grad", 8),
+    "while a checkpoint is written": (checkpoint_module, "save_optimizer", 2),
+    "before a checkpoint's manifest": (checkpoint_module, "seal", 2),
+    "before a checkpoint gets its name": (checkpoint_module, "replace_folder", 2),
+    "before `last` names it": (checkpoint_module, "write_atomically", 6),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_anywhere(place, job, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+
+    def killed():
+        kill_at(*PLACES[place])
+        train_here(job, run)
+
+    assert in_child(killed) == -signal.SIGKILL
+    train_here(job, run)
+    assert_equal_runs(run, uninterrupted(job))
+    assert not list(run.rglob(".building*")), "what the kill left half-written is still there"
+
+
+@pytest.mark.slow
+def test_the_program_killed_and_resumed_by_command(job, uninterrupted, tmp_path):
+    """`python -m trainer` ended by kill -9 from outside while it trains, then `trainer resume run=DIR`."""
+    run = tmp_path / "run"
+    words = [*job, f"output_dir={run}"]
+    process = subprocess.Popen([sys.executable, "-m", "trainer", *words], cwd=REPO, stdin=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "step-00000006").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not (run / "adapter").exists()
+    subprocess.run([sys.executable, "-m", "trainer", "resume", f"run={run}"], cwd=REPO, check=True)
+    assert_equal_runs(run, uninterrupted(job))
+
+
+def half_run(job: list[str], run: Path, step: int = 7) -> None:
+    """A run that stopped after `step`."""
+
+    def work():
+        kill_after_step(step)
+        train_here(job, run)
+
+    assert in_child(work) == -signal.SIGKILL
+
+
+def test_resume_takes_the_saved_configuration(job, uninterrupted, tmp_path):
+    """What `trainer resume run=DIR` does, in this process."""
+    run = tmp_path / "run"
+    half_run(job, run)
+    run_training(load_run(run), run)
+    assert_equal_runs(run, uninterrupted(job))
+
+
+def damages():
+    def delete(file: Path):
+        file.unlink()
+
+    def truncate(file: Path):
+        file.write_bytes(file.read_bytes()[:-1])
+
+    def flip(file: Path):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    def empty(file: Path):
+        file.write_bytes(b"")
+
+    return [delete, truncate, flip, empty]
+
+
+def test_any_damaged_file_is_said_and_the_checkpoint_before_is_taken(job, uninterrupted, tmp_path):
+    """R4, for each file and each kind of damage."""
+    run = uninterrupted(job)
+    names = sorted(file.name for file in (run / "checkpoints/step-00000012").iterdir())
+    assert {"adapter_model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} < set(names)
+    for name in names:
+        for damage in damages():
+            copy = tmp_path / "copy"
+            shutil.copytree(run / "checkpoints", copy)
+            checkpoints, said = Checkpoints(copy, 2), []
+            assert checkpoints.newest(said.append).name == "step-00000012" and not said
+            damage(copy / "step-00000012" / name)
+            assert checkpoints.newest(said.append).name == "step-00000009", (name, damage.__name__)
+            assert len(said) == 1 and "step-00000012" in said[0]
+            assert name in said[0] or name == "manifest.json"
+            shutil.rmtree(copy)
+
+
+def test_a_run_with_a_damaged_checkpoint_still_ends_equal(job, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    half_run(job, run)
+    damaged = run / "checkpoints/step-00000006/optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    train_here(job, run)
+    screen = capsys.readouterr().out
+    assert "checkpoint step-00000006 is not used: optimizer.safetensors is not as it was written" in screen
+    assert "resumed at step 4 from step-00000004" in screen
+    assert_equal_runs(run, uninterrupted(job))
+
+
+def test_without_any_good_checkpoint_the_run_begins_again(job, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    half_run(job, run)
+    for folder in (run / "checkpoints").glob("step-*"):
+        (folder / "state.json").unlink()
+    train_here(job, run)
+    assert "resumed at" not in capsys.readouterr().out
+    assert_equal_runs(run, uninterrupted(job))
+
+
+class Pickled:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+def test_a_pickle_in_place_of_any_file_is_never_loaded(job, tmp_path):
+    """C8: as it is, the hash tells; with a manifest that fits, the run stops with 5 before it reads the file."""
+    import pickle
+
+    import torch
+
+    half_run(job, tmp_path / "half")
+    mark = tmp_path / "mark"
+    writers = {
+        "pickle": lambda file: file.write_bytes(pickle.dumps(Pickled(mark))),
+        "torch": lambda file: torch.save({"x": Pickled(mark)}, file),
+    }
+    for name in sorted(file.name for file in (tmp_path / "half/checkpoints/step-00000006").iterdir()):
+        for writer, write in writers.items():
+            run = tmp_path / f"{writer}-{name}"
+            shutil.copytree(tmp_path / "half", run)
+            folder = run / "checkpoints/step-00000006"
+            write(folder / name)
+            assert Checkpoints(run / "checkpoints", 2).newest(lambda _: None).name < "step-00000006", (writer, name)
+            # PEFT's users read adapter_config.json; a resume does not.
+            if name not in ("manifest.json", "adapter_config.json"):
+                (folder / "manifest.json").unlink()
+                checkpoint_module.seal(folder, {"step": 6})
+                with pytest.raises(StorageError, match="cannot be loaded into this run"):
+                    train_here(job, run)
+            assert not mark.exists(), (writer, name)
+
+
+def test_a_save_on_a_folder_that_exists_replaces_it(job, uninterrupted, tmp_path):
+    """R10: the resumed run saves step 6 again, over a damaged one."""
+    run = tmp_path / "run"
+    half_run(job, run)
+    (run / "checkpoints/step-00000006/manifest.json").unlink()
+    (run / "checkpoints/step-00000006/stray").write_text("x")
+    train_here(job, run)
+    folder = run / "checkpoints/step-00000009"
+    assert checkpoint_module.damage(folder) is None
+    assert not (run / "checkpoints/step-00000006/stray").exists()
+    assert_equal_runs(run, uninterrupted(job))
+
+
+def test_a_finished_run_is_left_alone(job, uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted(job), run)
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
+    summary = train_here(job, run)
+    assert summary == json.loads((run / "summary.json").read_text())
+    assert "this run is completed; nothing to do" in capsys.readouterr().out
+    assert before == {f: f.stat().st_mtime_ns for f in run.rglob("*") if f.is_file() and f.name != ".lock"}
+
+
+def test_never_refuses_a_folder_with_a_run(job, uninterrupted):
+    with pytest.raises(StorageError, match=r"train\.resume=never") as error:
+        train_here([*job, "train.resume=never"], uninterrupted(job))
+    assert error.value.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.max_steps=20", "train.max_steps: None there, 20 here"),
+        ("optim.learning_rate=1e-3", "optim.learning_rate: 0.01 there, 0.001 here"),
+        ("seed=1", "seed: 0 there, 1 here"),
+        ("quant=fp4", "choices.quant: nf4 there, fp4 here"),
+    ],
+)
+def test_another_run_is_refused_and_every_difference_named(change, said, job, uninterrupted, tmp_path):
+    """R6: a changed horizon too."""
+    before = sorted(uninterrupted(job).rglob("*"))
+    with pytest.raises(StorageError) as error:
+        train_here([*job, change], uninterrupted(job))
+    assert error.value.exit_code == 5
+    assert said in str(error.value) and "train.resume=force" in str(error.value)
+    assert sorted(uninterrupted(job).rglob("*")) == before
+
+
+def test_force_goes_on_with_other_settings(job, tmp_path, capsys):
+    run = tmp_path / "run"
+    half_run(job, run)
+    summary = train_here([*job, "train.max_steps=8", "train.resume=force"], run)
+    assert "resumed at step 6" in capsys.readouterr().out
+    assert summary["steps"] == 8 and summary["status"] == "completed"
+    assert metrics(run)[-1]["learning_rate"] == pytest.approx(1e-3), "the new horizon's last rate"
+
+
+def test_settings_that_change_no_weight_may_differ(job, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    half_run(job, run)
+    train_here([*job, "train.save_every=5", "train.keep_checkpoints=1", "debug=true"], run)
+    assert_equal_runs(run, uninterrupted(job))
+
+
+def test_changed_data_is_refused(job, tmp_path):
+    file = write_jsonl(tmp_path / "rows.jsonl", chat_rows(THIRTEEN))
+    changed = [*job, f"data.path={file}"]
+    run = tmp_path / "run"
+    half_run(changed, run)
+    write_jsonl(file, chat_rows([*THIRTEEN[:-1], ("Another?", "Yes, another.")]))
+    with pytest.raises(StorageError, match="training data has changed"):
+        train_here(changed, run)
+    assert train_here([*changed, "train.resume=force"], run)["status"] == "completed"
