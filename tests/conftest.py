@@ -7,6 +7,7 @@ results do not depend on which instructions the machine has.
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,6 +16,9 @@ for name in ("WANDB_API_KEY", "HF_TOKEN"):
     os.environ.pop(name, None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+# Token caches of this process and of those it starts go with it.
+_CACHE = tempfile.TemporaryDirectory(prefix="trainer-test-cache-")
+os.environ["TRAINER_CACHE"] = _CACHE.name
 
 import pytest  # noqa: E402
 

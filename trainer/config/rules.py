@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.options import OverLength
+from trainer.config.types import shown
+from trainer.data.options import OverLength, source_problems
 from trainer.model.adapters import LoRA, NoAdapter
 from trainer.model.options import Weights
 from trainer.model.quant import NoQuant
@@ -26,6 +28,10 @@ DECAYS: Check = (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "must be 
 RANGES: dict[str, Check] = {
     "seed": (lambda v: 0 <= v < 2**32, "must be from 0 to 4294967295"),
     "data.eval_fraction": SHARE,
+    "data.max_dropped_share": RATIO,
+    "data.max_truncated_share": RATIO,
+    "data.max_duplicate_share": RATIO,
+    "data.workers": AT_LEAST_1,
     "data.max_length": (lambda v: v >= 2, "must be 2 or more: a target needs a token before it"),
     "quant.outlier_threshold": NOT_NEGATIVE,
     "adapter.r": AT_LEAST_1,
@@ -78,10 +84,14 @@ def _ranges(config: Config) -> list[str]:
 def _across(config: Config) -> list[str]:
     problems = []
     data, train, adapter = config.data, config.train, config.adapter
-    if data.path is None:
-        problems.append("data.path is missing: give a json or jsonl file, or use data=quickstart")
+    problems += source_problems(data)
     if config.model.path is None and config.model.weights is Weights.pretrained:
         problems.append("model.path is missing: give a local folder or a hub id")
+    if config.model.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", config.model.revision or ""):
+        problems.append(
+            f"model.trust_remote_code=true runs code from model.path, so model.revision={shown(config.model.revision)} "
+            "must be a commit (40 characters): the code that you have read, and no later one"
+        )
     if config.packing.packed and train.micro_batch_tokens < data.max_length:
         problems.append(
             f"train.micro_batch_tokens={train.micro_batch_tokens} is below data.max_length={data.max_length}: "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.tokenize import TokenSet
+from trainer.data.tokens import Tokens
 
 IGNORED = -100
 """Label of a position whose next token is not a target."""
@@ -39,6 +39,8 @@ class MicroBatch:
     """real tokens, without padding"""
     num_targets: int
     num_samples: int
+    source: str = ""
+    """name of the source that all samples are from, where one mixture has several"""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The batch on a device; asynchronous where the host memory is pinned."""
@@ -71,7 +73,7 @@ class MicroBatch:
         return inputs
 
 
-def collate(tokens: TokenSet, indices: np.ndarray, packed: bool) -> MicroBatch:
+def collate(tokens: Tokens, indices: np.ndarray, packed: bool, source: str = "") -> MicroBatch:
     """The micro-batch of these samples."""
     samples = [tokens.sample(i) for i in indices]
     labelled = [(ids, _labels(ids, is_target)) for ids, is_target in samples]
@@ -103,6 +105,7 @@ def collate(tokens: TokenSet, indices: np.ndarray, packed: bool) -> MicroBatch:
         num_tokens=sum(lengths),
         num_targets=len(target_index),
         num_samples=len(samples),
+        source=source,
     )
 
 

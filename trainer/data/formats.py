@@ -39,6 +39,12 @@ KEYS: dict[Format, tuple[str, ...]] = {
 }
 """Fields by which a format is known, and which it needs."""
 
+FIELDS = (
+    *("messages", "conversations", "tools", "system", "instruction", "input", "output", "history"),
+    *("prompt", "completion", "text"),
+)
+"""Every field that a format reads: what data.columns may name."""
+
 Message = dict[str, Any]
 
 

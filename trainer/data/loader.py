@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.data.batch import MicroBatch, collate
 from trainer.data.packing import Packing
-from trainer.data.tokenize import TokenSet
+from trainer.data.tokens import Tokens
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train
@@ -33,7 +33,7 @@ class Position:
 class TrainingSteps:
     """The micro-batches of every optimizer step of a run."""
 
-    def __init__(self, tokens: TokenSet, packing: Packing, train: Train, seed: int):
+    def __init__(self, tokens: Tokens, packing: Packing, train: Train, seed: int):
         self.tokens, self.packing, self.train, self.seed = tokens, packing, train, seed
         self._epochs: dict[int, list[np.ndarray]] = {}
         self._steps_in_epoch: list[int] = []
@@ -46,7 +46,9 @@ class TrainingSteps:
         """Sample indices of each micro-batch of an epoch (from 0)."""
         if epoch not in self._epochs:
             rng = np.random.default_rng([self.seed, epoch])
-            self._epochs = {epoch: self.packing.micro_batches(self.tokens.lengths, self.train, rng)}
+            chosen = self.tokens.epoch(self.seed, epoch)
+            rows = self.packing.micro_batches(self.tokens.lengths[chosen], self.train, rng)
+            self._epochs = {epoch: [chosen[row] for row in rows]}
         return self._epochs[epoch]
 
     def steps_in_epoch(self, epoch: int) -> int:
@@ -75,7 +77,8 @@ class TrainingSteps:
         return [collate(self.tokens, rows, self.packing.packed) for rows in self.sample_indices(step)]
 
 
-def evaluation_batches(tokens: TokenSet, packing: Packing, train: Train) -> Iterator[MicroBatch]:
-    """All held-out samples once, in their own order."""
-    for rows in packing.micro_batches(tokens.lengths, train, None):
-        yield collate(tokens, rows, packing.packed)
+def evaluation_batches(tokens: Tokens, packing: Packing, train: Train) -> Iterator[MicroBatch]:
+    """All held-out samples once, in their own order, source by source."""
+    for part in tokens.parts():
+        for rows in packing.micro_batches(part.lengths, train, None):
+            yield collate(part, rows, packing.packed, part.name)

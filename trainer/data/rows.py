@@ -1,15 +1,26 @@
-"""Rows of json and jsonl files, each with the line it stands on."""
+"""Rows of files, each with the place it stands at, read a piece at a time whatever the size of the file.
+
+A piece is what one process works on: lines that are parsed where they are tokenised, or rows that could only be read
+in order.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from trainer.data.files import DataFile, find_files
 from trainer.errors import DataError
-from trainer.resources import resolve
+
+PIECE_BYTES = 1 << 20
+"""Bytes read at once, and about the size of a piece."""
+
+PIECE_ROWS = 1000
+
+MAX_LINE_BYTES = 256 << 20
+"""A longer line is no row of text but a broken file, and would fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -17,86 +28,243 @@ class Row:
     """One row, or the reason why it is none."""
 
     where: str
-    """file:line"""
+    """file:line; file:row N where a file has no lines"""
     fields: dict[str, Any] | None
     problem: str | None = None
 
 
-def read_rows(path: str, key: str) -> Iterator[Row]:
-    """The rows of a json or jsonl file; `key` names the setting that `path` came from."""
-    file = Path(resolve(path))
-    if not file.exists():
-        raise DataError(f"{key}={path}: there is no such file.")
-    if not file.is_file():
-        raise DataError(f"{key}={path}: is not a regular file. Give a json or jsonl file.")
-    if file.suffix not in (".json", ".jsonl"):
-        raise DataError(f"{key}={path}: unknown kind of file {file.suffix or '(no ending)'}. Allowed: .json, .jsonl.")
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of a text file, not yet parsed."""
+
+    name: str
+    kind: str
+    """jsonl or txt"""
+    first: int
+    """number of the first line, from 1"""
+    content: bytes
+
+    def rows(self) -> Iterator[Row]:
+        """The rows; blank lines are none. Raises DataError for a JSON array under a wrong name."""
+        read = _json_line if self.kind == "jsonl" else _text_line
+        for number, line in enumerate(self.content.split(b"\n"), start=self.first):
+            if line.strip():
+                yield read(f"{self.name}:{number}", number, line)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are read already."""
+
+    items: list[Row]
+
+    def rows(self) -> Iterator[Row]:
+        return iter(self.items)
+
+
+Piece = Lines | Rows
+
+
+def read_pieces(file: DataFile) -> Iterator[Piece]:
+    """The file, a piece at a time. Raises DataError."""
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"{key}={path}: cannot be read: {error.strerror}.") from None
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    if not content.strip():
-        raise DataError(f"{key}={path}: the file is empty.")
-    if file.suffix == ".json" and content.lstrip()[:1] == b"[":
-        return _array(path, content)
-    return _lines(path, content)
+        with file.open() as stream:
+            yield from _READERS[file.kind](file, stream)
+    except (EOFError, OSError) as error:  # a cut or broken archive
+        raise DataError(f"{file.name}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def _lines(path: str, content: bytes) -> Iterator[Row]:
-    """JSON lines: one object a line, blank lines skipped."""
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
+def read_rows(path: str, key: str, split: str | None = None) -> Iterator[Row]:
+    """The rows of a local path; `key` names the setting that it came from. Raises DataError."""
+    for file in find_files(path, key, split):
+        for piece in read_pieces(file):
+            yield from piece.rows()
+
+
+def in_pieces(rows: Iterable[Row]) -> Iterator[Rows]:
+    """Rows in pieces of a thousand."""
+    items: list[Row] = []
+    for row in rows:
+        items.append(row)
+        if len(items) == PIECE_ROWS:
+            yield Rows(items)
+            items = []
+    if items:
+        yield Rows(items)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value from a table: there, what a row does not have is a null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _lines(file: DataFile, stream: IO[bytes]) -> Iterator[Lines]:
+    """Blocks of the file cut at the last newline; a line longer than a block is put together from several."""
+    number, held = 1, [stream.read(3).removeprefix(b"\xef\xbb\xbf")]
+    size = 0
+    while block := stream.read(PIECE_BYTES):
+        cut = block.rfind(b"\n") + 1
+        if not cut:
+            held.append(block)
+            size += len(block)
+            if size > MAX_LINE_BYTES:
+                raise DataError(f"{file.name}:{number}: a line of over {MAX_LINE_BYTES >> 20} MiB.")
             continue
-        where = f"{path}:{number}"
-        try:
-            value = json.loads(_text(line), parse_constant=_no_constant)
-        except _BadText as error:
-            yield Row(where, None, str(error))
-        except json.JSONDecodeError as error:
-            yield Row(where, None, f"not JSON: {error.msg} (column {error.colno})")
-        else:
-            if (number == 1 and isinstance(value, list)) or line.strip() == b"[":
-                raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.")
-            yield _row(where, value)
+        content = b"".join([*held, block[:cut]])
+        yield Lines(file.name, file.kind, number, content)
+        number += content.count(b"\n")
+        held, size = [block[cut:]], len(block) - cut
+    if rest := b"".join(held):
+        yield Lines(file.name, file.kind, number, rest)
 
 
-def _array(path: str, content: bytes) -> Iterator[Row]:
-    """A JSON array of objects. Broken syntax ends the file, so it is an error whatever on_bad_row says."""
+def _json_line(where: str, number: int, line: bytes) -> Row:
     try:
-        text = _text(content)
+        value = json.loads(_text(line), parse_constant=_no_constant)
     except _BadText as error:
-        line = content[: error.position].count(b"\n") + 1
-        raise DataError(f"{path}:{line}: {error}.") from None
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
-    position, line, counted = text.index("[") + 1, 1, 0
-    first = True
-    while True:
-        position = _skip_space(text, position)
-        if text[position : position + 1] == "]" and first:
-            return
-        line += text.count("\n", counted, position)
-        counted = position
-        where = f"{path}:{line}"
+        return Row(where, None, str(error))
+    except json.JSONDecodeError as error:
+        if line.strip() == b"[":
+            raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.") from None
+        return Row(where, None, f"not JSON: {error.msg} (column {error.colno})")
+    except RecursionError:
+        return Row(where, None, "not JSON: nested too deeply")
+    if number == 1 and isinstance(value, list):
+        raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.")
+    return _row(where, value)
+
+
+def _text_line(where: str, number: int, line: bytes) -> Row:
+    try:
+        return Row(where, {"text": _text(line).rstrip("\r")})
+    except _BadText as error:
+        return Row(where, None, str(error))
+
+
+def _json(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
+    """A JSON array of objects; a file that does not begin with [ is JSON lines."""
+    head = stream.read(PIECE_BYTES)
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    again = _Rejoined(head, stream)
+    return (
+        in_pieces(_array(file, again))
+        if start == b"["
+        else _lines(DataFile(file.path, file.name, "jsonl", None), again)
+    )
+
+
+class _Rejoined:
+    """A stream whose first block has been looked at."""
+
+    def __init__(self, head: bytes, stream: IO[bytes]):
+        self._head, self._stream = head, stream
+
+    def read(self, size: int) -> bytes:
+        if self._head:
+            taken, self._head = self._head[:size], self._head[size:]
+            return taken
+        return self._stream.read(size)
+
+
+class _Window:
+    """The part of a JSON text that is being parsed; grows while a value does not end in it."""
+
+    def __init__(self, file: DataFile, stream: _Rejoined):
+        self.file, self.stream = file, stream
+        self.text, self.position, self.line, self.ended = "", 0, 1, False
+        self._undecoded = b""
+
+    def more(self) -> None:
+        """Drops what is behind and reads at least as much again as is left, so that long values cost linear time."""
+        self.line += self.text.count("\n", 0, self.position)
+        self.text, self.position = self.text[self.position :], 0
+        block = self._undecoded + self.stream.read(max(PIECE_BYTES, len(self.text)))
+        self.ended = len(block) == len(self._undecoded)
         try:
-            value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno}).") from None
-        except _BadText as error:
-            raise DataError(f"{where}: {error}.") from None
+            text, self._undecoded = block.decode("utf-8"), b""
+        except UnicodeDecodeError as error:
+            cut = not self.ended and len(block) - error.start < 4
+            if not cut:
+                line = self.line + self.text.count("\n") + block[: error.start].count(b"\n")
+                raise DataError(f"{self.file.name}:{line}: {_not_utf8(block, error.start)}.") from None
+            text, self._undecoded = block[: error.start].decode("utf-8"), block[error.start :]
+        self.text += text
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            while self.position < len(self.text) and self.text[self.position] in " \t\r\n\ufeff":
+                self.position += 1
+            if self.position < len(self.text) or self.ended:
+                return self.text[self.position : self.position + 1]
+            self.more()
+
+    def where(self, position: int) -> int:
+        """Line of a position."""
+        return self.line + self.text.count("\n", 0, position)
+
+
+def _array(file: DataFile, stream: _Rejoined) -> Iterator[Row]:
+    """A JSON array of objects. Broken syntax ends the file, so it is an error whatever on_bad_row says."""
+    decoder = json.JSONDecoder(parse_constant=_no_constant)
+    window = _Window(file, stream)
+    window.peek()
+    window.position += 1
+    if window.peek() == "]":
+        return
+    while True:
+        window.peek()
+        value, where = _element(window, decoder)
         yield _row(where, value)
-        first = False
-        position = _skip_space(text, position)
-        separator = text[position : position + 1]
+        separator = window.peek()
+        place = f"{file.name}:{window.where(window.position)}"
+        window.position += 1
         if separator == "]":
-            rest = text[position + 1 :].strip()
-            if rest:
-                raise DataError(f"{path}: text after the end of the JSON array: {rest[:40]!r}.")
+            if rest := window.peek():
+                raise DataError(f"{place}: text after the end of the JSON array, beginning with {rest!r}.")
             return
         if separator != ",":
-            line += text.count("\n", counted, position)
-            raise DataError(f"{path}:{line}: not JSON: expected ',' or ']' after a row.")
-        position += 1
+            raise DataError(f"{place}: not JSON: expected ',' or ']' after a row.")
+
+
+def _element(window: _Window, decoder: json.JSONDecoder) -> tuple[Any, str]:
+    while True:
+        line = window.where(window.position)
+        where = f"{window.file.name}:{line}"
+        try:
+            value, end = decoder.raw_decode(window.text, window.position)
+        except json.JSONDecodeError as error:
+            at_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated string")
+            if at_end and not window.ended:
+                window.more()
+                continue
+            column = error.pos - window.text.rfind("\n", 0, error.pos)
+            place = f"{window.file.name}:{window.where(error.pos)}"
+            raise DataError(f"{place}: not JSON: {error.msg} (column {column}).") from None
+        except _BadText as error:
+            raise DataError(f"{where}: {error}.") from None
+        except RecursionError:
+            raise DataError(f"{where}: not JSON: nested too deeply.") from None
+        window.position = end
+        return value, where
+
+
+def _table(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
+    """csv and tsv with a header; every value is text."""
+    from trainer.data.tables import csv_rows
+
+    return in_pieces(csv_rows(file.name, stream, "," if file.kind == "csv" else "\t"))
+
+
+def _columns(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
+    """parquet and arrow."""
+    from trainer.data.tables import arrow_rows, parquet_rows
+
+    return in_pieces((parquet_rows if file.kind == "parquet" else arrow_rows)(file.name, stream))
 
 
 def _row(where: str, value: Any) -> Row:
@@ -106,23 +274,31 @@ def _row(where: str, value: Any) -> Row:
 
 
 class _BadText(ValueError):
-    position = 0
+    """Text that cannot stand in a row."""
 
 
 def _text(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        bad = _BadText(f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start + 1}")
-        bad.position = error.start
-        raise bad from None
+        raise _BadText(_not_utf8(content, error.start)) from None
+
+
+def _not_utf8(content: bytes, position: int) -> str:
+    in_line = position - content.rfind(b"\n", 0, position)
+    return f"not UTF-8: byte 0x{content[position]:02x} at byte {in_line}"
 
 
 def _no_constant(name: str) -> None:
     raise _BadText(f"not JSON: {name} is no JSON value")
 
 
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
+_READERS = {
+    "json": _json,
+    "jsonl": _lines,
+    "txt": _lines,
+    "csv": _table,
+    "tsv": _table,
+    "parquet": _columns,
+    "arrow": _columns,
+}

@@ -11,7 +11,6 @@ with whatever ends the turn.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -80,8 +79,14 @@ def _by_mark(messages: list[Message], turn: int, text: str, render: Render, cont
     ending = behind
     if turn < len(messages) - 1:
         alone = _around(render([*messages[:turn], _marked(messages[turn], MARK)]), MARK)[1]
-        ending = os.path.commonprefix([behind, alone])
+        ending = behind[: _shared(behind, alone)]
     return start, len(text) - len(behind) + len(ending)
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _marked(message: Message, mark: str) -> Message:

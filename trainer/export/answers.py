@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 from peft import PeftModel
 
 from trainer.data.chat import Encoder
 from trainer.data.options import TrainOn
-from trainer.data.tokenize import opening
+from trainer.data.tokenize import openings
 from trainer.export.generate import answer
 
 if TYPE_CHECKING:
@@ -25,10 +24,8 @@ def held_out_answers(ready: Ready, end_tokens: list[int], count: int) -> list[di
     """
     prepared, model = ready.prepared, ready.loop.model
     encoder = Encoder(prepared.tokenizer, TrainOn.assistant)
-    dialogues = [pair for source in prepared.held_out.sources if (pair := opening(source)) is not None]
-    spread = np.linspace(0, len(dialogues) - 1, min(count, len(dialogues))).astype(int)
     answers = []
-    for messages, expected in (dialogues[i] for i in spread):
+    for messages, expected in openings(prepared.held_out, count):
 
         def ask() -> str:
             return answer(model, encoder, messages, end_tokens, MAX_NEW_TOKENS, prepared.dtypes)  # noqa: B023

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from trainer.data.tokenize import TokenSet
+from trainer.data.tokenize import Tokens
 from trainer.training.checkpoint import replace_folder
 from trainer.training.weights import MODEL_FILE, save_trainable
 
@@ -43,7 +43,7 @@ def export(
     return name
 
 
-def stop_tokens(tokens: TokenSet, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_tokens(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Where generation must stop: the tokenizer's end token, and whatever the trained answers end with.
 
     A template may end a turn with another token than the tokenizer's: a model that never sees it as a stop goes on.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,8 @@ class Evaluation:
     loss: float
     """token mean of the cross-entropy"""
     num_targets: int
+    by_source: dict[str, float] = field(default_factory=dict)
+    """the same for each source of a mixture"""
 
     @property
     def perplexity(self) -> float:
@@ -40,13 +43,16 @@ def evaluate(
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+    totals: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=device))
+    num_targets: Counter[str] = Counter()
     try:
         for batch in batches:
             check()
             with dtypes.autocast():
-                total += loss.sum(model, batch.to(device))
-            num_targets += batch.num_targets
+                totals[batch.source] += loss.sum(model, batch.to(device))
+            num_targets[batch.source] += batch.num_targets
     finally:
         model.train(was_training)
-    return Evaluation(total.item() / num_targets, num_targets)
+    sums = {source: total.item() for source, total in totals.items()}
+    by_source = {source: sums[source] / num_targets[source] for source in sums} if len(sums) > 1 else {}
+    return Evaluation(sum(sums.values()) / num_targets.total(), num_targets.total(), by_source)

@@ -14,7 +14,8 @@ from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
-FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts")
+FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
+FREE_KEYS += ("model.trust_remote_code",)
 """Settings that may differ between a run and its continuation: none of them changes a weight."""
 
 

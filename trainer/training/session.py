@@ -18,8 +18,10 @@ import transformers
 
 from trainer.config.saved import Run
 from trainer.config.schema import Device
+from trainer.data.load import load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
-from trainer.data.tokenize import Counts, TokenSet, load_tokens, split_held_out
+from trainer.data.templates import set_chat_template
+from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
 from trainer.memory.measure import GIB, Memory
 from trainer.model import attention
@@ -61,8 +63,8 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
     skeleton: PreTrainedModel
-    train_set: TokenSet
-    held_out: TokenSet | None
+    train_set: Tokens
+    held_out: Tokens | None
     counts: list[Counts]
     steps: TrainingSteps
 
@@ -87,10 +89,12 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     dtypes = config.precision.build(device)
     with stages.stage("tokenizer"):
         tokenizer = load_tokenizer(config.model)
+        set_chat_template(tokenizer, config.data.chat_template)
     with stages.stage("data"):
-        train_set, held_out, counts = _load_data(run, tokenizer)
+        loaded = load_data(config.data, config.seed, tokenizer)
+    train_set, held_out, counts = loaded.train_set, loaded.held_out, loaded.counts
     model_config = load_config(config.model)
-    shape = skeleton(model_config)
+    shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
     _check_vocabulary(train_set, held_out, shape)
     steps = TrainingSteps(train_set, config.packing, config.train, config.seed)
@@ -163,19 +167,9 @@ def held_out_batches(prepared: Prepared, run: Run):
     return lambda: evaluation_batches(prepared.held_out, run.config.packing, run.config.train)
 
 
-def _load_data(run: Run, tokenizer: Any) -> tuple[TokenSet, TokenSet | None, list[Counts]]:
-    data = run.config.data
-    tokens, counts = load_tokens(data, data.path, "data.path", tokenizer)
-    if data.eval_path is None:
-        train_set, held_out = split_held_out(tokens, data.eval_fraction, run.config.seed)
-        return train_set, held_out, [counts]
-    held_out, held_out_counts = load_tokens(data, data.eval_path, "data.eval_path", tokenizer)
-    return tokens, held_out, [counts, held_out_counts]
-
-
-def _check_vocabulary(train_set: TokenSet, held_out: TokenSet | None, shape: PreTrainedModel) -> None:
+def _check_vocabulary(train_set: Tokens, held_out: Tokens | None, shape: PreTrainedModel) -> None:
     rows = shape.get_input_embeddings().weight.shape[0]
-    highest = max(int(tokens.input_ids.max()) for tokens in (train_set, held_out) if tokens is not None)
+    highest = max(tokens.highest_token for tokens in (train_set, held_out) if tokens is not None)
     if highest >= rows:
         raise ModelError(
             f"the tokenizer gives token {highest}, but the model has embeddings for {rows} tokens only. "

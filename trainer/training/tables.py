@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.saved import Run
 from trainer.memory.measure import GIB, Memory
-from trainer.model import fused
+from trainer.model import fused, load
 from trainer.tracking.console import Screen
 from trainer.training.session import Ready, Stages
 
@@ -17,7 +17,7 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
     config, prepared, choice = run.config, ready.prepared, run.choices
     steps, train = prepared.steps, config.train
     rows = len(steps.micro_batches(0))
-    tokens = int(prepared.train_set.lengths.sum())
+    tokens = sum(int(prepared.train_set.lengths[row].sum()) for row in steps.micro_batches(0))
     if config.packing.packed:
         fill = tokens / (rows * train.micro_batch_tokens)
         shape = f"{rows} rows of up to {train.micro_batch_tokens:,} tokens, {fill:.1%} full"
@@ -32,6 +32,7 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
         f"trainer: {run.config.recipe}",
         [
             ("model", f"{source}, {_count(ready.total_parameters)} parameters, {choice['quant']}"),
+            *([("", other)] if (other := load.differences(config.model, prepared.config)) else []),
             (
                 "trains",
                 f"{choice['adapter']}, {_count(ready.trainable_parameters)} parameters "
@@ -50,8 +51,8 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
             *[("data", f"{counts.path}: {counts.sentence(config.data.max_length)}") for counts in prepared.counts],
             (
                 "",
-                f"{len(prepared.train_set):,} samples to train on, {tokens:,} tokens, "
-                f"{int(prepared.train_set.is_target.sum()):,} targets; "
+                f"{len(prepared.train_set):,} samples to train on, {prepared.train_set.num_tokens:,} tokens, "
+                f"{prepared.train_set.num_targets:,} targets; "
                 + (f"{len(held_out):,} held out" if held_out is not None else "none held out"),
             ),
             ("packing", f"{choice['packing']}: {shape}"),

@@ -108,6 +108,7 @@ class Watch:
             eval_loss=result.loss,
             perplexity=result.perplexity,
             num_targets=result.num_targets,
+            **{f"eval_loss/{source}": loss for source, loss in result.by_source.items()},
         )
         self._report(row)
         state.evaluated_step, state.eval_loss = state.step, result.loss
@@ -122,6 +123,9 @@ class Watch:
             f" over {result.num_targets:,} targets{best}",
             style="green",
         )
+        if result.by_source:
+            losses = ", ".join(f"{source} {loss:.4f}" for source, loss in result.by_source.items())
+            self.screen.say(f"step {state.step}: held-out loss of each source: {losses}")
         self.loop.memory.sample()
 
     def _report(self, row: dict[str, Any]) -> None:
