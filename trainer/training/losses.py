@@ -6,11 +6,13 @@ N: targets in the micro-batch. H: hidden size. V: vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.config.registry import option
+from trainer.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 @dataclass
 class Loss(ABC):
     """How the loss is computed; every option gives the same number."""
+
+    def check(self, device: torch.device) -> None:  # noqa: B027 - most losses run everywhere
+        """Raises ConfigError where the option cannot run on this device or its library is absent."""
 
     @abstractmethod
     def sum(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
@@ -42,13 +47,9 @@ class Full(Loss):
         )
 
 
-@option("loss", "chunked")
 @dataclass
-class Chunked(Loss):
-    """Only target tokens reach the head, a chunk at a time; logits are computed again in backward."""
-
-    chunk_tokens: int
-    """target tokens in one chunk of logits"""
+class TargetsOnly(Loss):
+    """Only target tokens reach the head, and no tensor of all their logits ever exists."""
 
     def sum(self, model, batch):
         hidden = model.get_decoder()(**batch.inputs()).last_hidden_state  # (B, T, H)
@@ -56,8 +57,20 @@ class Chunked(Loss):
         labels = batch.labels.flatten()[batch.target_index]  # (N,)
         return self.head_sum(model.get_output_embeddings(), hidden, labels)
 
+    @abstractmethod
     def head_sum(self, head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Summed cross-entropy of labels (N,) under head(hidden) for hidden (N, H)."""
+
+
+@option("loss", "chunked")
+@dataclass
+class Chunked(TargetsOnly):
+    """Logits of a chunk at a time, on any device; a frozen head gets no gradient."""
+
+    chunk_tokens: int
+    """target tokens in one chunk of logits"""
+
+    def head_sum(self, head, hidden, labels):
         import torch
         from torch.nn import functional as F
         from torch.utils.checkpoint import checkpoint
@@ -71,7 +84,8 @@ class Chunked(Loss):
                 labels,
                 linear_bias=head.bias,
                 reduction="none",
-                options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=self.chunk_tokens),
+                # compact is torch's own choice on CUDA; its choice for bf16 on a CPU casts the whole head to fp32.
+                options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=self.chunk_tokens, acc_policy="compact"),
             )
             return losses.float().sum()
 
@@ -82,3 +96,59 @@ class Chunked(Loss):
         for h, y in zip(hidden.split(self.chunk_tokens), labels.split(self.chunk_tokens), strict=True):
             total = total + checkpoint(chunk_sum, h, y, use_reentrant=False)
         return total
+
+
+@dataclass
+class GpuKernel(TargetsOnly):
+    """A library's CUDA kernel for a plain linear head."""
+
+    def check(self, device):
+        if device.type != "cuda":
+            raise ConfigError(f"loss={self.name}: its kernels need a GPU. On a CPU use loss=chunked.")
+        if importlib.util.find_spec(self.module) is None:
+            raise ConfigError(
+                f"loss={self.name}: the package {self.package} is not installed. Install it, or use loss=chunked."
+            )
+
+    def head_sum(self, head, hidden, labels):
+        import torch
+
+        if type(head) is not torch.nn.Linear:
+            raise ModelError(
+                f"loss={self.name}: the output head is a {type(head).__name__}; this kernel takes a plain linear "
+                "layer only. Use loss=chunked."
+            )
+        return self.kernel_sum(head, hidden.to(head.weight.dtype), labels)
+
+    @abstractmethod
+    def kernel_sum(self, head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """head_sum for hidden states in the head's dtype."""
+
+
+@option("loss", "liger")
+@dataclass
+class Liger(GpuKernel):
+    """Liger's fused linear cross-entropy (Hsu et al. 2024): gradients are made in the forward pass, by chunks."""
+
+    name, module, package = "liger", "liger_kernel", "liger-kernel"
+
+    def kernel_sum(self, head, hidden, labels):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head.weight, hidden, labels, head.bias).float()
+
+
+@option("loss", "cut_cross_entropy")
+@dataclass
+class CutCrossEntropy(GpuKernel):
+    """Apple's Cut Cross-Entropy (Wijmans et al. 2024): logits never leave the kernel."""
+
+    name, module, package = "cut_cross_entropy", "cut_cross_entropy", "cut-cross-entropy"
+
+    def kernel_sum(self, head, hidden, labels):
+        from cut_cross_entropy import linear_cross_entropy
+
+        if head.bias is not None:
+            raise ModelError("loss=cut_cross_entropy: its kernel knows no bias in the output head. Use loss=chunked.")
+        # Each token's loss, summed in fp32; "auto" skips gradients below the dtype's resolution only.
+        return linear_cross_entropy(hidden, head.weight, labels, reduction="none", filter_eps="auto").float().sum()
