@@ -87,6 +87,7 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     config = run.config
     device = find_device(config.device)
     dtypes = config.precision.build(device)
+    config.loss.check(device)
     with stages.stage("tokenizer"):
         tokenizer = load_tokenizer(config.model)
         set_chat_template(tokenizer, config.data.chat_template)
