@@ -36,6 +36,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self.close()
             raise StorageError(
                 f"output_dir={self.path}: another process is running in this folder. Choose another output_dir."
             ) from None
@@ -46,7 +47,9 @@ class RunFolder:
             self._lock = None
 
     def remove_if_unused(self) -> None:
-        """Removes the folder if it holds nothing but the lock."""
+        """Removes the folder if it holds nothing but this process's lock."""
+        if self._lock is None:
+            return
         with suppress(OSError):
             if [entry.name for entry in self.path.iterdir()] == [".lock"]:
                 (self.path / ".lock").unlink()
