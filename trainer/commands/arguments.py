@@ -7,6 +7,9 @@ from pathlib import Path
 from trainer.config.saved import Run, load_run
 from trainer.errors import ConfigError, StorageError, closest, listing
 
+TRUST = "model.trust_remote_code"
+"""A folder may come from someone else: what it says about running foreign code does not count, the command line does."""
+
 
 def key_values(words: list[str], allowed: tuple[str, ...]) -> dict[str, str]:
     """The words as a dict. Raises ConfigError for all that are not one of the allowed keys."""
@@ -23,7 +26,7 @@ def key_values(words: list[str], allowed: tuple[str, ...]) -> dict[str, str]:
 
 def run_argument(words: list[str], allowed: tuple[str, ...]) -> tuple[Path, Run]:
     """The run folder named by run=DIR and the run saved there."""
-    arguments = key_values(words, ("run", *allowed))
+    arguments = key_values(words, ("run", TRUST, *allowed))
     if not arguments.get("run"):
         raise ConfigError("run=DIR is missing: which run folder?")
     folder = Path(arguments["run"])
@@ -32,4 +35,5 @@ def run_argument(words: list[str], allowed: tuple[str, ...]) -> tuple[Path, Run]
     saved = load_run(folder)
     if saved is None:
         raise StorageError(f"run={folder}: holds no run (no config.yaml).")
+    saved.config.model.trust_remote_code = arguments.get(TRUST) == "true"
     return folder, saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.errors import ConfigError, ModelError, closest
+from trainer.model import hub
 from trainer.model.adapters import decoder_linears
+from trainer.model.families import check_modules, text_config
+from trainer.model.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.options import Weights
 from trainer.model.precision import Dtypes
 from trainer.resources import resolve
@@ -28,21 +33,138 @@ if TYPE_CHECKING:
     from trainer.model.quant import Quant
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a pretrained model lies."""
+
+    folder: Path
+    asked: str
+    """how the user named it, for messages"""
+    hub: hub.Snapshot | None
+
+    @property
+    def commit(self) -> str | None:
+        return self.hub.commit if self.hub is not None else None
+
+
+def find(model: Model) -> Source:
+    """The model's folder, its configuration and tokenizer in it; weights may still be on the hub.
+
+    Raises ModelError for what is not there, or not to be loaded: pickled weights, an index that leads out of the
+    folder, code of its own.
+    """
+    path = resolve(model.path)
+    asked = f"model.path={model.path}"
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") > 1
+    if looks_local:
+        source = Source(Path(os.path.abspath(os.path.expanduser(path))), asked, None)
+        check_folder(source.folder, asked)
+    else:
+        found = hub.snapshot(path, model.revision)
+        source = Source(found.folder, asked, found)
+        hub.check_space(found, weight_files(found.folder, asked))
+    _check_code(model, source)
+    return source
+
+
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template. Raises ModelError."""
     if model.weights is Weights.random:
-        path, revision = resolve(model.random_tokenizer), None
+        folder = Path(resolve(model.random_tokenizer))
     else:
-        path, revision = _checked_path(model), model.revision
+        folder = find(model).folder
     with _user_errors(f"model.path={model.path}: the tokenizer cannot be loaded"):
-        return AutoTokenizer.from_pretrained(path, revision=revision)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
 
 
 def load_config(model: Model) -> PretrainedConfig:
-    """The architecture, from the recipe (weights=random) or the model's config.json."""
-    if model.weights is Weights.pretrained:
-        with _user_errors(f"model.path={model.path}: config.json cannot be loaded"):
-            return AutoConfig.from_pretrained(_checked_path(model), revision=model.revision)
+    """The text decoder's architecture, from the recipe (weights=random) or the model's config.json."""
+    if model.weights is Weights.random:
+        return text_config(_written_config(model), "model.architecture")[0]
+    source = find(model)
+    config = text_config(_own_config(model, source), source.asked)[0]
+    config._commit_hash = source.commit
+    return config
+
+
+def differences(model: Model, config: PretrainedConfig) -> str | None:
+    """One line where a pretrained model is not what the recipe's architecture block says; its config.json counts."""
+    if model.weights is Weights.random or not model.architecture:
+        return None
+    written = _written_config(model).get_text_config()
+    fields = model.architecture.get("text_config", model.architecture)
+    pairs = [(key, getattr(written, key, None), getattr(config, key, None)) for key in fields if key != "model_type"]
+    other = [f"{key} {theirs} (recipe: {ours})" for key, ours, theirs in pairs if ours != theirs]
+    if written.model_type != config.model_type:
+        other = [f"model_type {config.model_type} (recipe: {written.model_type})"]
+    if not other:
+        return None
+    return f"{model.path} is not the architecture in the recipe; its own counts: {', '.join(other)}"
+
+
+def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the meta device: its shape without its weights. Raises ModelError for what cannot be trained."""
+    with _user_errors(f"model type {config.model_type} is not a causal language model"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    check_modules(model)
+    return model
+
+
+def load_base(
+    model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
+) -> PreTrainedModel:
+    """The base model, quantised while it is loaded or made, on `device`."""
+    if model.weights is Weights.random:
+        base = _random_base(config, quant, dtypes, device, attention)
+    else:
+        base = _pretrained_base(model, config, quant, dtypes, device, attention)
+    for module in base.modules():
+        # On CPUs with AVX512-BF16 bitsandbytes would repack a 4-bit weight in its first evaluation pass.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    base.config.use_cache = False
+    return base
+
+
+def _pretrained_base(
+    model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
+) -> PreTrainedModel:
+    source = find(model)
+    if source.hub is not None:
+        hub.download_weights(source.hub, weight_files(source.folder, source.asked))
+        check_folder(source.folder, source.asked)
+    own = _own_config(model, source)
+    with _user_errors(f"{source.asked}: the weights cannot be loaded"):
+        base, report = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=config,
+            dtype=dtypes.compute,
+            quantization_config=quant.config(dtypes.compute),
+            device_map={"": device},
+            attn_implementation=attention,
+            use_safetensors=True,
+            key_mapping=text_config(own, source.asked)[1],
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ModelError(
+            f"{source.asked}: the weights do not belong to this architecture ({config.model_type}): {len(missing)} "
+            f"parameters are not in the files, such as {missing[0]}."
+        )
+    if source.hub is not None:  # what the adapter's files name as its base is the model, not a folder of this machine
+        base.name_or_path = base.config._name_or_path = source.hub.path
+    return base
+
+
+def _own_config(model: Model, source: Source) -> PretrainedConfig:
+    with _user_errors(f"{source.asked}: config.json cannot be loaded"):
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=model.trust_remote_code)
+
+
+def _written_config(model: Model) -> PretrainedConfig:
+    """The configuration in the recipe's architecture block. Raises ConfigError for fields that it does not have."""
     fields = dict(model.architecture)
     model_type = fields.pop("model_type", None)
     if model_type is None:
@@ -64,36 +186,17 @@ def load_config(model: Model) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **fields)
 
 
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
-    """The model on the meta device: its shape without its weights."""
-    with _user_errors(f"model type {config.model_type} is not a causal language model"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def load_base(
-    model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
-) -> PreTrainedModel:
-    """The base model, quantised while it is loaded or made, on `device`."""
-    if model.weights is Weights.random:
-        base = _random_base(config, quant, dtypes, device, attention)
-    else:
-        with _user_errors(f"model.path={model.path}: the weights cannot be loaded"):
-            base = AutoModelForCausalLM.from_pretrained(
-                _checked_path(model),
-                config=config,
-                revision=model.revision,
-                dtype=dtypes.compute,
-                quantization_config=quant.config(dtypes.compute),
-                device_map={"": device},
-                attn_implementation=attention,
-                use_safetensors=True,
-            )
-    for module in base.modules():
-        # On CPUs with AVX512-BF16 bitsandbytes would repack a 4-bit weight in its first evaluation pass.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    base.config.use_cache = False
-    return base
+def _check_code(model: Model, source: Source) -> None:
+    """Raises ModelError for a model that brings code of its own, unless the command line asks for it by commit."""
+    files = own_code(source.folder, source.asked)
+    if not files or model.trust_remote_code:
+        return
+    known = read_json(source.folder / CONFIG, source.asked).get("model_type") in CONFIG_MAPPING_NAMES
+    raise ModelError(
+        f"{source.asked}: brings Python code of its own (auto_map in {' and '.join(files)}), which is not run. "
+        + ("transformers knows this architecture itself: take auto_map out of a local copy. " if known else "")
+        + "To run that code after reading it: model.trust_remote_code=true model.revision=COMMIT, on the command line."
+    )
 
 
 @torch.no_grad()
@@ -120,26 +223,6 @@ def _random_base(
     left = [name for name, tensor in base.named_parameters() if tensor.is_meta]
     assert not left, f"not initialised: {left}"
     return base
-
-
-def _checked_path(model: Model) -> str:
-    """model.path as transformers takes it; a local folder is looked into before anything is loaded."""
-    if model.path is None:
-        raise ConfigError("model.path: which model? Give a local folder or a hub id.")
-    path = resolve(model.path)
-    folder = Path(path)
-    looks_local = path.startswith((".", "/", "~")) or folder.exists() or path.count("/") > 1
-    if not looks_local:
-        return path
-    if not folder.is_dir():
-        raise ModelError(f"model.path={model.path}: there is no such folder.")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"model.path={model.path}: the folder holds no config.json, so it is no model.")
-    if not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        why = "only pickled weights, which can run code and are not loaded" if pickled else "no weights"
-        raise ModelError(f"model.path={model.path}: the folder holds {why}. It needs *.safetensors files.")
-    return os.path.abspath(path)
 
 
 class _user_errors:

@@ -23,6 +23,8 @@ class Model:
     """hub id or local folder; embedded:NAME is a model that comes with the trainer"""
     revision: str | None
     """commit, tag or branch on the hub; null: its main branch"""
+    trust_remote_code: bool
+    """run the model's own Python code; from the command line only, and with a commit as model.revision"""
     weights: Weights
     """random builds the architecture below and downloads nothing"""
     architecture: dict[str, Any]

@@ -1,0 +1,68 @@
+"""Which architectures can be trained, and the text decoder of those that are more than one.
+
+What cannot be trained is refused by name before a weight is read, never trained wrongly.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from trainer.errors import ModelError
+
+TEXT_KEYS = {
+    "gemma3": {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?language_model\.(?:model\.)?": "model."},
+}
+"""Multimodal model types whose text decoder is taken alone: how its weights are renamed, as regular expressions.
+
+`AutoModelForCausalLM` would build the vision tower as well.
+"""
+
+EXPERTS = (
+    "mixture of experts: its experts are stacked tensors and no linear layers, so neither quant nor adapter reach them"
+)
+RECURRENT = "it carries a state (convolution or recurrence) from token to token, so packed samples would see each other"
+
+
+def text_config(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig, dict[str, str] | None]:
+    """The configuration of the causal text decoder, and how the checkpoint's weights are renamed for it.
+
+    Raises ModelError, with the model's type, for what is none.
+    """
+    kind = config.model_type
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config
+        method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+        raise ModelError(
+            f"{where}: the checkpoint is quantised already ({method}). Adapters are trained on a base that is quantised "
+            "here: take the unquantised checkpoint, and choose quant=nf4, fp4, int8 or none."
+        )
+    if kind in TEXT_KEYS:
+        return config.get_text_config(), TEXT_KEYS[kind]
+    if config.is_encoder_decoder:
+        raise ModelError(f"{where}: {kind} is an encoder-decoder model. Only causal language models can be trained.")
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"{where}: {kind} is a multimodal model. Of those only the text decoder of {', '.join(TEXT_KEYS)} can be "
+            "trained; take a text checkpoint of the same family."
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
+        raise ModelError(f"{where}: {kind} is not a causal language model.")
+    return config, None
+
+
+def check_modules(skeleton: PreTrainedModel) -> None:
+    """Raises ModelError for architectures whose modules quantisation, adapters or packing cannot handle."""
+    decoder = skeleton.get_decoder()
+    modules = list(decoder.modules())
+    stacked = [name for name, p in decoder.named_parameters() if p.ndim == 3]
+    if any("experts" in name for name in stacked):
+        why = EXPERTS
+    elif stacked or any(isinstance(module, torch.nn.Conv1d) for module in modules):
+        why = RECURRENT
+    elif not any(isinstance(module, torch.nn.Linear) for module in modules):
+        why = "its layers are no torch.nn.Linear, so neither quant nor adapter reach them"
+    else:
+        return
+    raise ModelError(f"{skeleton.config.model_type} ({type(skeleton).__name__}) cannot be trained here: {why}.")
