@@ -112,7 +112,7 @@ def test_generation_meets_the_tokens_that_training_saw(style, data):
     dialogue = data.draw(dialogues(style).filter(lambda d: d.trained[-1]))
     encoder = Encoder(tokenizer_of(style), TrainOn.last)
     ids, is_target = encoder.encode(dialogue)
-    before = [d for d in dialogue.messages[:-1]]
+    before = dialogue.messages[:-1]
     prompt = encoder.prompt(before)
     start = is_target.index(True)
     if style == "mistral" or style == "qwen3":  # these render earlier turns by what comes after them

@@ -80,6 +80,12 @@ class Encoder:
     def _renderer(self, tools: list[dict] | None) -> Callable[[list[Message], bool], str]:
         import jinja2
 
+        if not self.tokenizer.chat_template:
+            raise BadRow(
+                "this tokenizer has no chat template: give it one with data.chat_template=plain (or instruction, "
+                "chatml, a Jinja file)"
+            )
+
         def render(messages: list[Message], generation_prompt: bool = False) -> str:
             try:
                 return self.tokenizer.apply_chat_template(
