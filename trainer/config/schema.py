@@ -11,6 +11,7 @@ from enum import Enum
 
 from trainer.data.options import Data
 from trainer.data.packing import Packing
+from trainer.memory.options import MemoryOptions
 from trainer.model.adapters import Adapter
 from trainer.model.checkpointing import Checkpointing
 from trainer.model.options import Model
@@ -92,6 +93,7 @@ class Config:
     packing: Packing
     engine: Engine
     track: Track
+    memory: MemoryOptions
     train: Train
 
 
@@ -108,5 +110,6 @@ SECTIONS: dict[str, type] = {
     "packing": Packing,
     "engine": Engine,
     "track": Track,
+    "memory": MemoryOptions,
 }
 """Sections whose option is picked by name; `train` is the one section without options."""

@@ -1,14 +1,20 @@
-"""Options of the group `checkpointing`: which activations are kept for backward and which are computed again."""
+"""Options of the group `checkpointing`: which activations are kept for backward and which are computed again.
+
+d: hidden size. Kept bytes are a token and block in d-vectors, of a frozen SwiGLU block: none 15, full 1.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from math import ceil, sqrt
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.registry import option
-from trainer.errors import ModelError
+from trainer.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +24,22 @@ if TYPE_CHECKING:
 class Checkpointing(ABC):
     """What the decoder keeps between forward and backward."""
 
-    @abstractmethod
     def apply(self, model: torch.nn.Module) -> None:
-        """Sets the policy on a transformers model, layer by layer."""
+        """Sets the policy on a transformers model, block by block. Raises ModelError where it does not fit."""
+        for block in blocks_of(model, self):
+            self.apply_block(block)
+
+    @abstractmethod
+    def apply_block(self, block: torch.nn.Module) -> None:
+        """Sets the policy on one decoder block."""
+
+    def blocks(self, depth: int) -> list[Checkpointing]:
+        """The per-block policies that a prediction traces, one a block."""
+        return [self] * depth
+
+    def segment(self, depth: int) -> int | None:
+        """Blocks recomputed together, where it is more than one."""
+        return None
 
 
 @option("checkpointing", "none")
@@ -29,29 +48,233 @@ class NoCheckpointing(Checkpointing):
     """Keep everything: fastest, most memory."""
 
     def apply(self, model):
-        for layer in _checkpointable(model):
-            layer.gradient_checkpointing = False
+        for block in _checkpointable(model):
+            self.apply_block(block)
+
+    def apply_block(self, block):
+        block.gradient_checkpointing = False
 
 
 @option("checkpointing", "full")
 @dataclass
 class Full(Checkpointing):
-    """Keep each layer's input and run the layer again in backward (Chen et al. 2016)."""
+    """Keep each block's input and run the block again in backward (Chen et al. 2016)."""
 
-    def apply(self, model):
-        from torch.utils.checkpoint import checkpoint
-
-        layers = _checkpointable(model)
-        if not layers:
-            raise ModelError(
-                f"checkpointing=full: {type(model).__name__} has no layers that transformers can checkpoint. "
-                "Use checkpointing=none."
-            )
+    def apply_block(self, block):
         # Not through transformers' activation_checkpointing_enable: that makes the embedding's output require
         # gradients, which costs block 0's backward through q, k, v. Non-reentrant checkpointing does not need it.
-        for layer in layers:
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        _run_by(block, _checkpoint)
+
+
+@dataclass
+class Segments(Checkpointing):
+    """Blocks in segments: one kept input a segment, whose blocks run again together in backward."""
+
+    @abstractmethod
+    def length(self, depth: int) -> int:
+        """Blocks in a segment. Raises ConfigError where it does not fit the depth."""
+
+    def apply(self, model):
+        blocks = blocks_of(model, self)
+        length = self.length(len(blocks))
+        for start in range(0, len(blocks), length):
+            segment = _Segment(blocks[start : start + length])
+            for position, block in enumerate(segment.blocks):
+                _run_by(block, segment.runner(position))
+
+    def apply_block(self, block):
+        raise AssertionError("a segment is more than a block")
+
+    def blocks(self, depth):
+        if self.segment(depth) is None:
+            return [Full()] * depth
+        return [NoCheckpointing(), *[Full()] * (depth - 1)]
+
+    def segment(self, depth):
+        length = self.length(depth)
+        return length if length > 1 and depth > 1 else None
+
+
+@option("checkpointing", "every_k")
+@dataclass
+class EveryK(Segments):
+    """Segments of k blocks."""
+
+    k: int
+    """blocks in a segment, 1 to the model's depth; 1 is the same as full"""
+
+    def length(self, depth):
+        if self.k > depth:
+            raise ConfigError(
+                f"checkpointing.k={self.k}: the model has {depth} blocks. Allowed: 1 to {depth}; "
+                f"about the square root, {ceil(sqrt(depth))}, keeps the least."
+            )
+        return self.k
+
+
+@option("checkpointing", "sqrt")
+@dataclass
+class Sqrt(Segments):
+    """Segments of the square root of the depth, rounded up (Chen et al. 2016, section 4.1)."""
+
+    def length(self, depth):
+        return ceil(sqrt(depth))
+
+
+@option("checkpointing", "attention")
+@dataclass
+class Attention(Checkpointing):
+    """Keep all of a block but what its attention makes: projections and attention run again in backward."""
+
+    def apply_block(self, block):
+        block.gradient_checkpointing = False
+        attention = attention_of(block)
+        if attention is None:
+            raise ModelError(
+                f"checkpointing=attention: {type(block).__name__} has no attention module. Use checkpointing=full."
+            )
+        forward = attention.forward
+
+        def run(*args, **kwargs):
+            if not attention.training:
+                return forward(*args, **kwargs)
+            return _checkpoint(forward, *args, **kwargs)
+
+        attention.forward = run  # on this instance only; the block's code calls it as before
+
+
+class Keep(Enum):
+    attention = "attention"
+    linear = "linear"
+    both = "both"
+
+
+@option("checkpointing", "selective")
+@dataclass
+class Selective(Checkpointing):
+    """Keep each block's input and the outputs of some operations; everything else runs again (torch's selective
+    activation checkpointing). A dequantised weight is never kept."""
+
+    keep: Keep
+    """attention: outputs of the attention kernels; linear: outputs of all matrix products; or both"""
+
+    def apply_block(self, block):
+        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+        contexts = partial(create_selective_checkpoint_contexts, kept_operations(self.keep))
+        _run_by(block, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+
+@dataclass
+class PerBlock(Checkpointing):
+    """A policy for each block: what checkpointing=auto resolves to."""
+
+    policies: list[Checkpointing]
+
+    def apply(self, model):
+        for block, policy in zip(_checkpointable(model), self.policies, strict=True):
+            policy.apply_block(block)
+
+    def apply_block(self, block):
+        raise AssertionError("each block has its own policy")
+
+    def blocks(self, depth):
+        return list(self.policies)
+
+
+@option("checkpointing", "auto")
+@dataclass
+class Auto(Checkpointing):
+    """The least recomputation that fits memory.budget_gib: per block none, selective or full."""
+
+    def apply_block(self, block):
+        raise AssertionError("auto is resolved before it is applied")
+
+
+def blocks_of(model: torch.nn.Module, policy: Checkpointing) -> list[torch.nn.Module]:
+    """The decoder's blocks; ModelError where transformers knows none."""
+    blocks = _checkpointable(model)
+    if not blocks:
+        name = type(policy).__name__.lower()
+        raise ModelError(
+            f"checkpointing={name}: {type(model).__name__} has no layers that transformers can checkpoint. "
+            "Use checkpointing=none."
+        )
+    return blocks
+
+
+def attention_of(block: torch.nn.Module) -> torch.nn.Module | None:
+    """The block's own attention module."""
+    return next((child for child in block.children() if "Attention" in type(child).__name__), None)
+
+
+def kept_operations(keep: Keep) -> list[Any]:
+    """Operations whose outputs a selective policy keeps; those that this torch does not have are left out."""
+    import torch
+    import torch.nn.attention.varlen  # registers its operation
+
+    names = {
+        Keep.attention: [
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "torch_attn::_varlen_attn",
+        ],
+        Keep.linear: ["aten::mm", "aten::addmm", "aten::bmm", "bitsandbytes::gemm_4bit"],
+    }
+    chosen = names[Keep.attention] + names[Keep.linear] if keep is Keep.both else names[keep]
+    found = []
+    for name in chosen:
+        space, _, operation = name.partition("::")
+        packet = getattr(getattr(torch.ops, space), operation, None)
+        if packet is not None:
+            found.append(packet.default)
+    return found
+
+
+class _Segment:
+    """Runs the blocks of a segment under one checkpoint.
+
+    A decoder calls its blocks one by one. All but the last are put off: they hand their input on unchanged and leave
+    their call here; the last runs the whole segment. So each block gets its own arguments, whatever the model.
+    """
+
+    def __init__(self, blocks: list[torch.nn.Module]):
+        self.blocks = blocks
+        self._calls: list[Callable] = []
+
+    def runner(self, position: int) -> Callable:
+        last = position == len(self.blocks) - 1
+
+        def run(function: Callable, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+            if position == 0:
+                self._calls = []
+            self._calls.append(lambda x: function(x, *args))
+            return _checkpoint(partial(_in_turn, self._calls), hidden) if last else hidden
+
+        return run
+
+
+def _in_turn(calls: list[Callable], hidden: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    for call in calls:
+        hidden = call(hidden)
+        if not isinstance(hidden, torch.Tensor):
+            raise ModelError("this model's blocks return more than hidden states: use checkpointing=full.")
+    return hidden
+
+
+def _checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _run_by(block: torch.nn.Module, function: Callable) -> None:
+    block.gradient_checkpointing = True
+    block._gradient_checkpointing_func = function
 
 
 def _checkpointable(model: torch.nn.Module) -> list[torch.nn.Module]:

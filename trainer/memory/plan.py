@@ -1,0 +1,164 @@
+"""The prediction of one configuration: what every part of the program that asks about memory asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig
+
+from trainer.config.schema import Device
+from trainer.memory.fit import fit
+from trainer.memory.optimizer import OptimizerMemory, optimizer_memory
+from trainer.memory.predict import Prediction, predict
+from trainer.memory.standins import outline
+from trainer.memory.static import Static, count_static
+from trainer.memory.trace import Profile, Shape, planned_attention, trace
+from trainer.model.checkpointing import Auto as AutoCheckpointing
+from trainer.model.load import load_config, skeleton
+from trainer.model.precision import Auto, Dtypes
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+    from trainer.model.checkpointing import Checkpointing
+
+
+GIB = 2**30
+CUDA_CONTEXT = GIB // 2
+"""Assumed: CUDA's context and kernels take 0.35 to 0.8 GiB outside the allocator, by driver and libraries."""
+SLACK = 0.02
+"""Assumed share that the caching allocator reserves beyond what is allocated, with expandable segments."""
+
+
+class Planner:
+    """Predicts the memory of a configuration. Traces are made when first asked for and kept."""
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: PretrainedConfig | None = None,
+        shape: Shape | None = None,
+        dtypes: Dtypes | None = None,
+    ):
+        self.config = config
+        self.device_type = planned_device(config.device)
+        self.dtypes = dtypes or planned_dtypes(config, self.device_type)
+        self.model_config = model_config or load_config(config.model)
+        self.shape = shape or largest_shape(config)
+        self._profiles: dict[tuple[str, int], Profile] = {}
+
+    @property
+    def depth(self) -> int:
+        return self.model_config.get_text_config().num_hidden_layers
+
+    @cached_property
+    def model(self):
+        """The whole model's shape with its adapter, on the meta device."""
+        return outline(
+            self.config,
+            self.model_config,
+            self.dtypes.compute,
+            planned_attention(self.shape.packed, self.model_config, self.device_type, self.dtypes.compute),
+        )
+
+    @cached_property
+    def skeleton(self):
+        """The bare model on the meta device."""
+        return skeleton(self.model_config)
+
+    @cached_property
+    def optimizer(self) -> OptimizerMemory:
+        return optimizer_memory(self.config.optim, self.model.trainable(), self.device_type)
+
+    @cached_property
+    def static(self) -> Static:
+        return count_static(self.model, self.optimizer, self.device_type)
+
+    @property
+    def accumulates(self) -> bool:
+        return self.config.train.accumulation_steps > 1
+
+    def profile(self, policy: Checkpointing, shape: Shape | None = None) -> Profile:
+        """The traced blocks under a per-block policy."""
+        shape = shape or self.shape
+        key = (repr(policy), shape.num_tokens)
+        if key not in self._profiles:
+            self._profiles[key] = trace(
+                self.config, self.model_config, self._trace_dtypes, self.device_type, shape, policy
+            )
+        return self._profiles[key]
+
+    @property
+    def _trace_dtypes(self) -> Dtypes:
+        return replace(self.dtypes, device_type="cpu")  # fake tensors are on the CPU, whatever device is planned for
+
+    def predict(self, policy: Checkpointing | None = None, tokens: int | None = None) -> Prediction:
+        """The whole step under a policy (by default the configured one), at another micro-batch size if given."""
+        policy = policy or self.policy
+        profiles = [self._profile_at(block, tokens) for block in policy.blocks(self.depth)]
+        return predict(self.static, profiles, self.optimizer.workspace, self.accumulates, policy.segment(self.depth))
+
+    def _profile_at(self, policy: Checkpointing, tokens: int | None) -> Profile:
+        profile = self.profile(policy)
+        if tokens is None or tokens == profile.num_tokens:
+            return profile
+        return profile.at(tokens, self.profile(policy, self.shape.scaled(2 * self.shape.num_tokens)))
+
+    @cached_property
+    def policy(self) -> Checkpointing:
+        """The configured policy; auto is resolved to one a block."""
+        if not isinstance(self.config.checkpointing, AutoCheckpointing):
+            return self.config.checkpointing
+        return fit(self, self.config.memory.budget_gib).policy
+
+    def needed(self, prediction: Prediction) -> int:
+        """Bytes of the device that a run takes: the allocator's peak, its slack, and CUDA's own."""
+        if self.device_type == "cpu":
+            return prediction.peak
+        return round(prediction.peak * (1 + SLACK)) + CUDA_CONTEXT
+
+    def longest(self, budget: int) -> int:
+        """Most tokens a micro-batch within a budget in bytes; 0 where none fits. A step of the length of one sample
+        or of 64 tokens."""
+        step = 64
+        if self.needed(self.predict(tokens=step)) > budget:
+            return 0
+        low, high = step, 2 * step
+        while self.needed(self.predict(tokens=high)) <= budget and high < 2**24:
+            low, high = high, 2 * high
+        while high - low > step:
+            middle = (low + high) // 2 // step * step
+            if self.needed(self.predict(tokens=middle)) <= budget:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def planned_device(device: Device) -> str:
+    """cuda or cpu; believes the configuration without touching hardware."""
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.value
+
+
+def planned_dtypes(config: Config, device_type: str) -> Dtypes:
+    """What the run computes in; a planned GPU is taken to have bf16."""
+    if device_type == "cpu" or torch.cuda.is_available():
+        return config.precision.build(torch.device(device_type))
+    if isinstance(config.precision, Auto):
+        return Dtypes(torch.bfloat16, "cuda")
+    return replace(config.precision.build(torch.device("cpu")), device_type="cuda")
+
+
+def largest_shape(config: Config) -> Shape:
+    """The largest micro-batch that these settings allow, every token a target."""
+    data, train = config.data, config.train
+    if not config.packing.packed:
+        lengths = (data.max_length,) * train.micro_batch_size
+        return Shape(lengths, sum(lengths) - len(lengths), packed=False)
+    full, rest = divmod(train.micro_batch_tokens, data.max_length)
+    lengths = (data.max_length,) * full + ((rest,) if rest > 1 else ())
+    return Shape(lengths, sum(lengths) - len(lengths), packed=True)
