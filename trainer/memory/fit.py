@@ -63,8 +63,8 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
         factor *= 2
     least = planner.needed(planner.predict(all_full, longest_sample if planner.shape.packed else None))
     raise ConfigError(
-        f"memory.budget_gib={budget / GIB:.2f}: with every block recomputed and one sample of {longest_sample} tokens a "
-        f"micro-batch, {least / GIB:.2f} GiB are needed; the least that works is {least / GIB + 0.01:.2f}. Lower "
+        f"memory.budget_gib={budget / GIB:.2f}: with every block recomputed and one sample of {longest_sample} tokens "
+        f"a micro-batch, {least / GIB:.2f} GiB are needed; the least that works is {least / GIB + 0.01:.2f}. Lower "
         "data.max_length or see `trainer plan` for other ways."
     )
 

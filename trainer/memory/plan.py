@@ -115,9 +115,11 @@ class Planner:
 
     def needed(self, prediction: Prediction) -> int:
         """Bytes of the device that a run takes: the allocator's peak, its slack, and CUDA's own."""
-        if self.device_type == "cpu":
-            return prediction.peak
-        return round(prediction.peak * (1 + SLACK)) + CUDA_CONTEXT
+        return self.needed_bytes(prediction.peak)
+
+    def needed_bytes(self, peak: int) -> int:
+        """The same for an allocator's peak."""
+        return peak if self.device_type == "cpu" else round(peak * (1 + SLACK)) + CUDA_CONTEXT
 
     def longest(self, budget: int) -> int:
         """Most tokens a micro-batch within a budget in bytes; 0 where none fits. A step of the length of one sample

@@ -1,0 +1,57 @@
+"""plan: the memory and the speed of a configuration, before anything is downloaded or any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer.config.compose import compose
+from trainer.errors import ConfigError
+
+HELP = """trainer plan [key=value ...] [explain=true]
+
+Predicts the memory of this very configuration: what it is made of, where the peak lies, which cards it fits, the
+longest micro-batch, the speed by arithmetic, and what each change would bring. memory.budget_gib=24 answers yes or no.
+output_dir=DIR writes plan.json and plan.svg there. explain=true shows the textbook's accounting beside it.
+"""
+
+
+def run(words: list[str]) -> int:
+    flags = [word for word in words if word.startswith("-")]
+    if flags:
+        raise ConfigError(f"plan takes key=value words, not {' '.join(flags)}")
+    explain = _explain([word for word in words if word.startswith("explain=")])
+    rest = [word for word in words if not word.startswith("explain=")]
+    config = compose(rest).config
+    wanted = any(word.startswith("output_dir=") for word in rest)
+    from trainer.memory.picture import bar_chart
+    from trainer.memory.plan import Planner
+    from trainer.memory.report import full_plan
+    from trainer.memory.show import show, show_explanation
+    from trainer.tracking.console import Screen
+    from trainer.training.session import quiet_libraries
+
+    screen = Screen()
+    quiet_libraries(screen)
+    planner = Planner(config)
+    config.adapter.check(planner.skeleton)
+    plan = full_plan(planner)
+    show(screen, plan, config.recipe)
+    if explain:
+        show_explanation(screen, planner)
+    if wanted:
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        (folder / "plan.svg").write_text(bar_chart(plan, f"{config.recipe}: memory at the peak"), encoding="utf-8")
+        screen.say(f"written: {folder / 'plan.json'}, {folder / 'plan.svg'}")
+    return 0
+
+
+def _explain(words: list[str]) -> bool:
+    if not words:
+        return False
+    value = words[-1].partition("=")[2].lower()
+    if value not in ("true", "false"):
+        raise ConfigError(f"explain={value}: must be true or false")
+    return value == "true"

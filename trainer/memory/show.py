@@ -1,0 +1,70 @@
+"""The plan on the screen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer.memory import explain as explanation
+
+if TYPE_CHECKING:
+    from trainer.memory.plan import Planner
+    from trainer.tracking.console import Screen
+
+
+def show(screen: Screen, plan: dict[str, Any], recipe: str) -> None:
+    """All tables."""
+    device = plan["device"]
+    shape = plan["micro_batch"]
+    tokens = sum(shape["lengths"])
+    rows = [(name, f"{size:8.3f} GiB") for name, size in plan["lines_gib"].items()]
+    rows.append(("peak", f"{plan['peak_gib']:8.3f} GiB, in {plan['peak_at']}"))
+    if device == "cuda":
+        rows.append(("needed", f"{plan['needed_gib']:8.3f} GiB with CUDA's context (0.5) and allocator slack (2 %)"))
+    screen.table(f"plan: {recipe}, {device}, a micro-batch of {tokens:,} tokens", rows)
+    screen.columns(
+        "cards",
+        ("GiB", "fits", "longest micro-batch, tokens"),
+        [
+            (
+                str(c["gib"]),
+                "yes" if c["fits"] else "no",
+                f"{c['longest_micro_batch_tokens']:,}" if c["longest_micro_batch_tokens"] else "none",
+            )
+            for c in plan["cards"]
+        ],
+    )
+    screen.columns(
+        f"speed by arithmetic, {plan['assumed_efficiency']:.0%} of the roof assumed",
+        ("device", "tokens/s", "roof"),
+        [(name, f"{s['expected']:,.0f}", f"{s['roof']:,.0f}") for name, s in plan["tokens_per_second"].items()],
+    )
+    screen.columns(
+        "what if",
+        ("change", "needs GiB", "saves GiB", "cost"),
+        [(r["change"], f"{r['needed_gib']:.2f}", f"{r['saves_gib']:+.2f}", r["cost"]) for r in plan["changes"]],
+    )
+    for sentence in plan["advice"]:
+        screen.say(sentence)
+    if plan["fits"] is True:
+        screen.say(f"yes: {plan['needed_gib']:.2f} GiB fit a budget of {plan['budget_gib']:g} GiB", style="green")
+    if plan["fits"] is False:
+        screen.say(f"no: {plan['needed_gib']:.2f} GiB do not fit a budget of {plan['budget_gib']:g} GiB", style="red")
+        for way in plan["ways_to_fit"]:
+            screen.say(f"  {way['change']}: {way['needed_gib']:.2f} GiB, {way['cost']}")
+        together = plan.get("together")
+        if together:
+            screen.say(f"  together, about {together['needed_gib']:.2f} GiB: {' '.join(together['changes'])}")
+        elif not plan["ways_to_fit"]:
+            screen.say("  no change known here is enough: a smaller model or a larger card")
+
+
+def show_explanation(screen: Screen, planner: Planner) -> None:
+    """The textbook beside this plan."""
+    screen.columns("textbook and this plan, GiB", ("line", "textbook", "here"), explanation.comparison(planner))
+    screen.columns(
+        "the textbook's stack for a 70B, B=1, T=2048, GiB",
+        ("technique", "weights and states", "activations"),
+        explanation.ladder(),
+    )
+    for sentence in explanation.CORRECTIONS:
+        screen.say(f"- {sentence}")

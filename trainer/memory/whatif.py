@@ -1,0 +1,181 @@
+"""What each technique would change: from the traces at hand and closed forms, not a trace a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.config.registry import OPTIONS
+from trainer.config.shelf import option_values, options, schema_of
+from trainer.memory.optimizer import optimizer_memory
+from trainer.memory.speed import recomputed_share
+from trainer.model.adapters import LoRA, decoder_linears
+from trainer.model.checkpointing import Full, NoCheckpointing, Segments, Sqrt
+from trainer.training.losses import Full as FullLoss
+
+if TYPE_CHECKING:
+    from trainer.memory.plan import Planner
+    from trainer.model.checkpointing import Checkpointing
+
+BITS = {"nf4": 4.127, "fp4": 4.127, "int8": 8.0}
+"""Bits a quantised weight, scales included."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One change by itself."""
+
+    change: str
+    """the words to add to the command"""
+    needed: int
+    """bytes of the device with it"""
+    cost: str
+    effort: int
+    """how much it takes away, for the order of advice: 0 nothing, 9 another training"""
+
+
+def rows(planner: Planner) -> list[Row]:
+    """Every change that can be said without another trace, in groups."""
+    now = planner.needed(planner.predict())
+    return [
+        *_policies(planner),
+        *_sizes(planner),
+        *_optimizers(planner, now),
+        *_quantisations(planner, now),
+        *_ranks(planner, now),
+        *_losses(planner, now),
+    ]
+
+
+def _policies(planner: Planner) -> list[Row]:
+    current, found = planner.policy, []
+    mine = recomputed_share(current, planner.depth)
+    none, full = NoCheckpointing(), Full()
+    candidates: list[tuple[str, Checkpointing]] = [
+        ("checkpointing=none", none),
+        ("checkpointing=full", full),
+        ("checkpointing=sqrt", Sqrt()),
+    ]
+    for words, policy in candidates:
+        if repr(policy) == repr(current):
+            continue
+        share = recomputed_share(policy, planner.depth)
+        needed = planner.needed(planner.predict(policy))
+        cost = (
+            "the same arithmetic" if share == mine else f"{_work(planner, share) / _work(planner, mine) - 1:+.0%} work"
+        )
+        if isinstance(policy, Segments) and needed > planner.needed(planner.predict(full)):
+            cost += "; more memory than full: a whole segment is alive in backward"
+        found.append(Row(words, needed, cost, 2))
+    return found
+
+
+def _work(planner: Planner, share: float) -> float:
+    """Relative arithmetic of a step on a frozen base: forward, backward and the recomputed share."""
+    base_trains = planner.model.adapted is planner.model.base
+    return (3 if base_trains else 2) + share
+
+
+def _sizes(planner: Planner) -> list[Row]:
+    tokens, found = planner.shape.num_tokens, []
+    train = planner.config.train
+    half = planner.needed(planner.predict(tokens=max(tokens // 2, 2)))
+    double = planner.needed(planner.predict(tokens=2 * tokens))
+    if planner.shape.packed:
+        size = train.micro_batch_tokens
+        if size // 2 >= planner.config.data.max_length:
+            words = f"train.micro_batch_tokens={size // 2} train.accumulation_steps={2 * train.accumulation_steps}"
+            found.append(Row(words, half, "the same batch in shorter rows: dequantisation weighs more", 1))
+        else:
+            words = (
+                f"train.micro_batch_tokens={size // 2} data.max_length={size // 2} "
+                f"train.accumulation_steps={2 * train.accumulation_steps}"
+            )
+            found.append(Row(words, half, f"samples over {size // 2} tokens are dropped or cut", 5))
+        found.append(Row(f"train.micro_batch_tokens={2 * size}", double, "longer rows, fewer dequantisations", 1))
+        count = train.micro_batch_size
+        padded = count * planner.config.data.max_length
+        needed = planner.needed(planner.predict(tokens=padded))
+        found.append(Row("packing=none", needed, f"{count} padded samples; padding is computed too", 6))
+    elif train.micro_batch_size > 1:
+        words = (
+            f"train.micro_batch_size={train.micro_batch_size // 2} train.accumulation_steps="
+            f"{2 * train.accumulation_steps}"
+        )
+        found.append(Row(words, half, "the same batch in smaller pieces", 1))
+    return found
+
+
+def _optimizers(planner: Planner, now: int) -> list[Row]:
+    found = []
+    optim = planner.config.optim
+    for name in options("optim"):
+        cls = schema_of("optim", name)
+        if cls is type(optim) or cls not in OPTIONS["optim"].values():
+            continue
+        try:
+            other = optimizer_memory(
+                cls(**option_values("optim", name)), planner.model.trainable(), planner.device_type
+            )
+        except Exception:
+            continue  # its library is absent, or its step reads values, which a plan has none of
+        change = other.state - planner.optimizer.state
+        found.append(Row(f"optim={name}", now + change, "other updates, the learning rate may need another look", 3))
+    return found
+
+
+def _quantisations(planner: Planner, now: int) -> list[Row]:
+    config, found = planner.config, []
+    if planner.model.adapted is planner.model.base:
+        return []
+    linears = [planner.skeleton.get_submodule(name).weight for name in decoder_linears(planner.skeleton)]
+    numel = sum(weight.numel() for weight in linears)
+    width = planner.dtypes.compute.itemsize
+    workspace = max(weight.numel() for weight in linears) * width
+    weights = planner.static.weights
+    mine = weights["quantised weights"] + weights["absmax"] + weights["linear weights"]
+    quantised = weights["quantised weights"] > 0
+    costs = {
+        "none": "no dequantisation",
+        "nf4": "dequantises every weight 2-3 times a micro-batch",
+        "fp4": "as nf4, less exact",
+        "int8": "half the saving of nf4, smaller error",
+    }
+    for name in ("none", "int8", "nf4", "fp4"):
+        if schema_of("quant", name) is type(config.quant):
+            continue
+        stored = numel * width if name == "none" else round(numel * BITS[name] / 8)
+        extra = (0 if name == "none" else workspace) - (workspace if quantised else 0)
+        found.append(Row(f"quant={name}", now + stored - mine + extra, costs[name], 4))
+    return found
+
+
+def _ranks(planner: Planner, now: int) -> list[Row]:
+    adapter = planner.config.adapter
+    if not isinstance(adapter, LoRA):
+        return []
+    static = planner.static
+    per_rank = (static.adapter + static.gradients + static.optimizer) / adapter.r
+    found = []
+    for rank in (adapter.r // 2, adapter.r * 2):
+        if rank:
+            cost = "less capacity" if rank < adapter.r else "more capacity"
+            found.append(Row(f"adapter.r={rank}", round(now + per_rank * (rank - adapter.r)), cost, 3))
+    return found
+
+
+def _losses(planner: Planner, now: int) -> list[Row]:
+    if isinstance(planner.config.loss, FullLoss):
+        return []
+    vocabulary = planner.model_config.get_text_config().vocab_size
+    prediction = planner.predict()
+    before = {moment.name: moment for moment in prediction.moments}.get("loss")
+    if before is None:
+        return []
+    logits = planner.static.total + before.kept + 12 * vocabulary * planner.shape.num_tokens
+    return [Row("loss=full", max(now, planner.needed_bytes(logits)), "logits of every token: the reference", 0)]
+
+
+def ranked(planner: Planner, budget: int) -> list[Row]:
+    """Single changes that make a budget hold, the smallest first."""
+    return sorted((row for row in rows(planner) if row.needed <= budget), key=lambda row: (row.effort, -row.needed))
