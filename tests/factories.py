@@ -6,14 +6,30 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from trainer.config import schema  # noqa: F401  (registers the options)
+from trainer.config.registry import OPTIONS
 from trainer.data.batch import MicroBatch, collate
 from trainer.data.tokenize import TokenSet
 from trainer.model.precision import Dtypes
+from trainer.resources import shipped
 
 FP32 = Dtypes(torch.float32, "cpu")
 VOCABULARY = 300
+
+
+def options(group: str) -> list[str]:
+    """Names of a group's options: what conf/ holds."""
+    return sorted(file.stem for file in (shipped("conf") / group).glob("*.yaml"))
+
+
+def option(group: str, name: str, **changes):
+    """An option's dataclass with the values of its YAML, some changed; Hydra, a hundred times slower, is left out."""
+    values = yaml.safe_load((shipped("conf") / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    schema_name = values.pop("defaults")[0].removeprefix(f"/schema/{group}/").removesuffix("@_here_")
+    return OPTIONS[group][schema_name](**{**values, **changes})
 
 
 def random_tokens(lengths: list[int], vocabulary: int = VOCABULARY, seed: int = 0, targets: float = 0.7) -> TokenSet:

@@ -8,24 +8,23 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.factories import gradients, load, packed_batch, random_tokens
+from tests.factories import gradients, load, option, options, packed_batch, random_tokens
 from tests.support import train_here
-from trainer.config.compose import CONF, compose
 from trainer.errors import ModelError
 from trainer.model import checkpointing as module
 from trainer.model.attention import PACKED
 from trainer.training.losses import Chunked
 
-OPTIONS = sorted(file.stem for file in (CONF / "checkpointing").glob("*.yaml"))
+OPTIONS = options("checkpointing")
+LORA = option("adapter", "lora", dropout=0.1)
 
 
-def step(tiny, option: str, adapter: list[str]) -> tuple[dict, dict, int]:
+def step(tiny, policy: str, adapter) -> tuple[dict, dict, int]:
     """Gradients after one backward, every trainable weight after one optimizer step, and layers run."""
-    config = compose(["data.path=x.jsonl", f"checkpointing={option}", *adapter]).config
     base = load(tiny.path, PACKED)
     torch.manual_seed(0)
-    adapted = config.adapter.attach(base)
-    config.checkpointing.apply(base)
+    adapted = adapter.attach(base)
+    option("checkpointing", policy).apply(base)
     ran = []
     for layer in base.get_decoder().layers:
         layer.mlp.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -38,14 +37,14 @@ def step(tiny, option: str, adapter: list[str]) -> tuple[dict, dict, int]:
     return grads, weights, len(ran)
 
 
-@pytest.mark.parametrize("adapter", [["adapter.dropout=0.1"], ["adapter=none", "quant=none"]], ids=["lora", "all"])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_gradients_are_those_of_keeping_everything(option, adapter, tiny):
+@pytest.mark.parametrize("adapter", [LORA, option("adapter", "none")], ids=["lora", "all"])
+@pytest.mark.parametrize("policy", OPTIONS)
+def test_gradients_are_those_of_keeping_everything(policy, adapter, tiny):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*requires_grad")  # "None of the inputs have ..."
-        grads, weights, _ = step(tiny, option, adapter)
+        grads, weights, _ = step(tiny, policy, adapter)
     expected, expected_weights, _ = step(tiny, "none", adapter)
-    assert grads.keys() == expected.keys() and len(grads) == (28 if "none" not in adapter[0] else 21)
+    assert grads.keys() == expected.keys() and len(grads) == (28 if adapter is LORA else 21)
     for name, gradient in grads.items():
         assert torch.equal(gradient, expected[name]), name
     for name, weight in weights.items():
@@ -55,20 +54,20 @@ def test_gradients_are_those_of_keeping_everything(option, adapter, tiny):
 
 
 def test_full_runs_every_layer_twice(tiny):
-    assert step(tiny, "none", [])[2] == 2
-    assert step(tiny, "full", [])[2] == 4
+    assert step(tiny, "none", LORA)[2] == 2
+    assert step(tiny, "full", LORA)[2] == 4
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("policy", OPTIONS)
 @pytest.mark.parametrize("quant", ["none", "nf4"])
-def test_every_b_changes_in_the_first_step_of_a_run(option, quant, base_overrides, tmp_path):
+def test_every_b_changes_in_the_first_step_of_a_run(policy, quant, base_overrides, tmp_path):
     """A3, from the command's words to the saved adapter, without a warning about inputs that need no gradient."""
     from safetensors.torch import load_file
 
     run = tmp_path / "run"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train_here([*base_overrides, f"checkpointing={option}", f"quant={quant}", "train.max_steps=1"], run)
+        train_here([*base_overrides, f"checkpointing={policy}", f"quant={quant}", "train.max_steps=1"], run)
     assert not [str(w.message) for w in caught if "requires_grad" in str(w.message)]
     weights = load_file(run / "adapter/adapter_model.safetensors")
     learnt = [name for name in weights if "lora_B" in name]
@@ -78,10 +77,9 @@ def test_every_b_changes_in_the_first_step_of_a_run(option, quant, base_override
 
 def test_full_does_not_make_the_embedding_require_gradients(tiny):
     """Block 0's q, k and v need no backward through the base: transformers' own switch would cost it."""
-    config = compose(["data.path=x.jsonl"]).config
     base = load(tiny.path, PACKED)
-    config.adapter.attach(base)
-    config.checkpointing.apply(base)
+    LORA.attach(base)
+    module.Full().apply(base)
     base.train()
     seen = []
     base.get_decoder().layers[0].register_forward_pre_hook(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import pytest
@@ -36,9 +37,14 @@ class Trace:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@cache
+def composed(*overrides: str):
+    return compose(["data.path=x.jsonl", "precision=fp32", "data.max_length=64", *overrides]).config
+
+
 def run_loop(tokens, overrides, optimizer=None, spoil=None) -> Trace:
     """All parameters of a tiny Llama through trainer.training.loop; `spoil(step, model)` runs before each clip."""
-    config = compose(["data.path=x.jsonl", "precision=fp32", "data.max_length=64", *overrides]).config
+    config = composed(*overrides)
     model = llama(PACKED if config.packing.packed else "sdpa")
     parameters = list(model.parameters())
     steps = TrainingSteps(tokens, config.packing, config.train, config.seed)
