@@ -250,5 +250,5 @@ def test_weights_of_another_architecture_are_refused(tmp_path, tiny):
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     run = compose([f"model.path={tmp_path}", "quant=none", "precision=fp32"])
     config = load.load_config(run.config.model)
-    with pytest.raises(ModelError, match="do not belong to this architecture.*model.layers.2"):
+    with pytest.raises(ModelError, match=r"do not belong to this architecture.*model.layers.2"):
         load.load_base(run.config.model, config, run.config.quant, run.config.precision.build(CPU), CPU, "sdpa")

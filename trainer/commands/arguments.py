@@ -8,7 +8,7 @@ from trainer.config.saved import Run, load_run
 from trainer.errors import ConfigError, StorageError, closest, listing
 
 TRUST = "model.trust_remote_code"
-"""A folder may come from someone else: what it says about running foreign code does not count, the command line does."""
+"""A folder may come from someone else: whether foreign code is run says the command line, not the folder."""
 
 
 def key_values(words: list[str], allowed: tuple[str, ...]) -> dict[str, str]:

@@ -35,8 +35,8 @@ def text_config(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig,
         method = config.quantization_config
         method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
         raise ModelError(
-            f"{where}: the checkpoint is quantised already ({method}). Adapters are trained on a base that is quantised "
-            "here: take the unquantised checkpoint, and choose quant=nf4, fp4, int8 or none."
+            f"{where}: the checkpoint is quantised already ({method}). Adapters are trained on a base that is "
+            "quantised here: take the unquantised checkpoint, and choose quant=nf4, fp4, int8 or none."
         )
     if kind in TEXT_KEYS:
         return config.get_text_config(), TEXT_KEYS[kind]

@@ -86,8 +86,8 @@ def download_weights(found: Snapshot, names: list[str]) -> None:
     if constants.is_offline_mode() or found.sizes is None:
         raise ModelError(
             f"{asked}: the hub's cache holds only a part of it ({len(missing)} of {len(names)} weight files are "
-            f"missing: {missing[0]}), and the hub cannot be reached. Connect once and start again: the download goes on "
-            "where it stopped."
+            f"missing: {missing[0]}), and the hub cannot be reached. Connect once and start again: the download goes "
+            "on where it stopped."
         )
     check_space(found, missing)
     with _hub_errors(asked):
@@ -143,8 +143,8 @@ def _in_one_line(asked: str, error: BaseException) -> ModelError:
         )
     if status == 401:
         return ModelError(
-            f"{asked}: the hub wants to know who you are (401): the model is gated or private, or there is none of this "
-            "name. Log in with `hf auth login` or set HF_TOKEN, and check the spelling."
+            f"{asked}: the hub wants to know who you are (401): the model is gated or private, or there is none of "
+            "this name. Log in with `hf auth login` or set HF_TOKEN, and check the spelling."
         )
     if status == 404:
         if code == "RevisionNotFound":

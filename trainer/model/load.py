@@ -69,10 +69,7 @@ def find(model: Model) -> Source:
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template. Raises ModelError."""
-    if model.weights is Weights.random:
-        folder = Path(resolve(model.random_tokenizer))
-    else:
-        folder = find(model).folder
+    folder = Path(resolve(model.random_tokenizer)) if model.weights is Weights.random else find(model).folder
     with _user_errors(f"model.path={model.path}: the tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
 
