@@ -13,6 +13,7 @@ from trainer.errors import ConfigError, TrainerError, closest
 
 COMMANDS = {
     "train": "fine-tune (the default)",
+    "data": "audit the data as it would be trained on; show=N prints samples",
     "recipes": "list the recipes",
     "resume": "continue a stopped run: run=DIR",
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',

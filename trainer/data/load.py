@@ -26,6 +26,15 @@ class Loaded:
 
 
 def load_data(data: Data, seed: int, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+    """The data of a run that may begin. Raises DataError, also where more was lost than the settings allow."""
+    loaded = read_data(data, seed, tokenizer)
+    problems = over_thresholds(data, loaded.counts)
+    if problems:
+        raise DataError(listing(problems))
+    return loaded
+
+
+def read_data(data: Data, seed: int, tokenizer: PreTrainedTokenizerBase) -> Loaded:
     """Reads and tokenises everything, or finds it in the token cache. Raises DataError."""
     sources = training_sources(data)
     loaded = [load_tokens(s.data, s.path, s.key, tokenizer, s.name) for s in sources]
@@ -36,7 +45,6 @@ def load_data(data: Data, seed: int, tokenizer: PreTrainedTokenizerBase) -> Load
     if data.eval_path is not None:
         held_out, eval_counts = load_tokens(data, data.eval_path, "data.eval_path", tokenizer)
         counts.append(eval_counts)
-    check_thresholds(data, counts)
     train_set = _together(data, [part for part, _ in split], [source.weight for source in sources])
     assert train_set is not None
     return Loaded(train_set, held_out, counts)
@@ -49,8 +57,8 @@ def _together(data: Data, parts: list[TokenSet], weights: list[float] | None) ->
     return Mixture(parts, weights or [1.0] * len(parts), data.mix_by, data.stop)
 
 
-def check_thresholds(data: Data, counts: list[Counts]) -> None:
-    """Raises DataError where more was lost than the settings allow."""
+def over_thresholds(data: Data, counts: list[Counts]) -> list[str]:
+    """Where more was lost than the settings allow, in a user's words."""
     problems = []
     for count in counts:
         for key, share, what in (
@@ -64,5 +72,4 @@ def check_thresholds(data: Data, counts: list[Counts]) -> None:
                     f"{count.path}: {share:.1%} of the {what}, over data.{key}={allowed:g}. "
                     f"{count.sentence(data.max_length)}. See them with: trainer data"
                 )
-    if problems:
-        raise DataError(listing(problems))
+    return problems

@@ -65,6 +65,10 @@ class Screen:
             table.add_row(*(Text(cell) for cell in row))
         self._print(table)
 
+    def runs(self, parts: Iterable[tuple[str, str]]) -> None:
+        """Text of several styles, one after the other."""
+        self._print(Text.assemble(*parts))
+
     @contextmanager
     def bar(self, what: str, total: int, done: int = 0) -> Iterator[Bar]:
         """A progress bar with the time left; silent where there is no terminal."""

@@ -1,0 +1,67 @@
+"""data: an audit of the data as it would be trained on, with the tokenizer alone; no weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.config.compose import compose
+from trainer.errors import ConfigError, DataError, StorageError, listing
+
+HELP = """trainer data [key=value ...] [show=N] [output_dir=DIR]
+
+Audits the data as it would be trained on: rows read, used and dropped with the reason and the place of the first few,
+tokens and targets, lengths, truncation, repetitions, end tokens, an epoch's size. Takes the settings of train.
+show=N prints N samples; what is trained on stands in ⟦ ⟧ and in colour.
+output_dir=DIR also writes DIR/data_report.json.
+"""
+
+REPORT = "data_report.json"
+
+
+def run(words: list[str]) -> int:
+    count = 0
+    settings = []
+    for word in words:
+        if word.startswith("show="):
+            value = word.removeprefix("show=")
+            if not value.isdigit():
+                raise ConfigError(f"show={value}: must be a whole number")
+            count = int(value)
+        else:
+            settings.append(word)
+    composed = compose(settings)
+    wanted = any(word.lstrip("+").startswith("output_dir=") for word in settings)
+    config = composed.config
+
+    from trainer.data.audit import CLOSE, OPEN, audit, lines, shown, to_json
+    from trainer.data.load import read_data
+    from trainer.data.loader import TrainingSteps
+    from trainer.data.templates import set_chat_template
+    from trainer.model.load import load_tokenizer
+    from trainer.tracking.console import Screen
+    from trainer.training.session import quiet_libraries
+
+    screen = Screen()
+    quiet_libraries(screen)
+    tokenizer = load_tokenizer(config.model)
+    set_chat_template(tokenizer, config.data.chat_template)
+    loaded = read_data(config.data, config.seed, tokenizer)
+    steps = TrainingSteps(loaded.train_set, config.packing, config.train, config.seed)
+    row_tokens = config.train.micro_batch_tokens if config.packing.packed else None
+    result = audit(config.data, loaded, steps, row_tokens)
+    samples = shown(loaded.train_set, count, tokenizer)
+    for sample in samples:
+        screen.say(f"{sample.place}, {sample.tokens} tokens", style="bold")
+        screen.runs([(f"{OPEN}{text}{CLOSE}", "green") if trained else (text, "dim") for text, trained in sample.runs])
+    screen.table("data", lines(result))
+    if wanted:
+        folder = Path(config.output_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / REPORT).write_text(to_json(result, samples), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"output_dir={folder}: {REPORT} cannot be written: {error.strerror}.") from None
+        screen.say(f"written: {folder / REPORT}")
+    if result.stops:
+        raise DataError(listing(result.stops))
+    return 0

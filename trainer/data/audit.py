@@ -1,0 +1,202 @@
+"""The audit: what a run would train on, before it does. One report, for a screen and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.data.counts import Counts
+from trainer.data.load import Loaded, over_thresholds
+from trainer.data.options import Data, training_sources
+from trainer.data.tokens import Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainer.data.loader import TrainingSteps
+
+VERSION = 1
+"""Of the JSON report: a key keeps its name and meaning while this stays."""
+
+NOTABLE = {"dropped_share": 0.05, "truncated_share": 0.05, "duplicate_share": 0.05}
+"""Shares above which the audit warns; data.max_*_share decide what stops a run."""
+
+FEW_TARGETS = 0.05
+"""Share of target tokens below which most of the arithmetic is spent on prompts."""
+
+OPEN, CLOSE = "⟦", "⟧"
+"""Around trained text in a shown sample."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A report and what to say about it."""
+
+    report: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+    """thresholds that are crossed: a run with these settings would not start"""
+
+
+def audit(data: Data, loaded: Loaded, steps: TrainingSteps, row_tokens: int | None) -> Audit:
+    """The audit of loaded data; `row_tokens` is the size of a packed row, None for padded micro-batches."""
+    sources = training_sources(data)
+    counted = loaded.counts[: len(sources)]
+    rows = steps.micro_batches(0)
+    tokens = sum(int(loaded.train_set.lengths[row].sum()) for row in rows)
+    held_out = loaded.held_out
+    warnings = [text for counts in loaded.counts for text in _warnings(counts)]
+    stops = over_thresholds(data, loaded.counts)
+    report = {
+        "version": VERSION,
+        "settings": {
+            "max_length": data.max_length,
+            "over_length": data.over_length.value,
+            "train_on": data.train_on.value,
+            "on_bad_row": data.on_bad_row.value,
+        },
+        "sources": [
+            {"name": source.name, "weight": source.weight, **_source(counts)}
+            for source, counts in zip(sources, counted, strict=True)
+        ],
+        "evaluation_file": _source(loaded.counts[-1]) if len(loaded.counts) > len(sources) else None,
+        "train": _totals(loaded.train_set),
+        "held_out": _totals(held_out) if held_out is not None else None,
+        "first_epoch": {
+            "samples": sum(len(row) for row in rows),
+            "tokens": tokens,
+            "micro_batches": len(rows),
+            "fill": tokens / (len(rows) * row_tokens) if row_tokens is not None else None,
+            "steps": steps.steps_in_epoch(0),
+        },
+        "warnings": warnings,
+        "stops": stops,
+    }
+    return Audit(report, warnings, stops)
+
+
+def _source(counts: Counts) -> dict[str, Any]:
+    return {
+        "path": counts.path,
+        "format": counts.format,
+        "rows": counts.rows,
+        "used": counts.used,
+        "dropped": {
+            reason: {"rows": number, "share": number / counts.rows, "first": counts.examples.get(reason, [])}
+            for reason, number in counts.dropped.items()
+        },
+        "dropped_share": counts.dropped_share,
+        "samples": counts.samples,
+        "tokens": counts.tokens,
+        "targets": counts.targets,
+        "target_share": counts.targets / counts.tokens,
+        "lengths": counts.lengths,
+        "truncated": counts.truncated,
+        "truncated_share": counts.truncated_share,
+        "split": counts.split,
+        "duplicates": counts.duplicates,
+        "duplicate_share": counts.duplicate_share,
+        "ended": counts.ended,
+        "ended_share": counts.ended / counts.samples,
+        "cache": counts.cache,
+    }
+
+
+def _totals(tokens: Tokens) -> dict[str, int]:
+    return {"samples": len(tokens), "tokens": tokens.num_tokens, "targets": tokens.num_targets}
+
+
+def _warnings(counts: Counts) -> list[str]:
+    """What a person should look at before training."""
+    found = []
+    for name, limit in NOTABLE.items():
+        share = getattr(counts, name)
+        if share > limit:
+            found.append(f"{counts.path}: {share:.1%} {name.removesuffix('_share')} (data.max_{name} can stop a run)")
+    without_end = counts.samples - counts.ended
+    if without_end:
+        found.append(
+            f"{counts.path}: {without_end:,} samples do not end in an end token ({without_end / counts.samples:.1%}): "
+            "they teach the model not to stop there"
+        )
+    if counts.targets < FEW_TARGETS * counts.tokens:
+        found.append(f"{counts.path}: only {counts.targets / counts.tokens:.1%} of the tokens are trained on")
+    return found
+
+
+def lines(audit: Audit) -> list[tuple[str, str]]:
+    """The report as rows of a table."""
+    report = audit.report
+    rows: list[tuple[str, str]] = []
+    held_out = report["held_out"]
+    for source in [*report["sources"], *([report["evaluation_file"]] if report["evaluation_file"] else [])]:
+        weight = f", weight {source['weight']:g}" if "weight" in source and len(report["sources"]) > 1 else ""
+        rows.append(("source", f"{source.get('name', source['path'])} ({source['format']}{weight})"))
+        rows.append(("  rows", f"{source['rows']:,} read, {source['used']:,} used"))
+        for reason, dropped in source["dropped"].items():
+            rows.append(("  dropped", f"{dropped['rows']:,} ({dropped['share']:.1%}) {reason}:"))
+            rows += [("", f"  {place}") for place in dropped["first"]]
+        rows.append(("  samples", f"{source['samples']:,}, of which {source['duplicates']:,} repeat an earlier one"))
+        rows.append(
+            ("  tokens", f"{source['tokens']:,}, {source['targets']:,} trained on ({source['target_share']:.1%})")
+        )
+        spread = ", ".join(f"{_quantile(int(q))} {value:,}" for q, value in source["lengths"].items())
+        rows.append(("  lengths", f"{spread} (limit {report['settings']['max_length']:,})"))
+        rows.append(("  truncated", f"{source['truncated']:,} ({source['truncated_share']:.1%})"))
+        rows.append(("  end token", f"{source['ended']:,} samples ({source['ended_share']:.1%})"))
+        rows.append(("  cache", source["cache"]))
+    train, epoch = report["train"], report["first_epoch"]
+    rows.append(("training", f"{train['samples']:,} samples, {train['tokens']:,} tokens, {train['targets']:,} targets"))
+    rows.append(
+        ("held out", f"{held_out['samples']:,} samples, {held_out['targets']:,} targets" if held_out else "none")
+    )
+    fill = f", {epoch['fill']:.1%} full" if epoch["fill"] is not None else ""
+    rows.append(
+        (
+            "an epoch",
+            f"{epoch['samples']:,} samples, {epoch['tokens']:,} tokens in {epoch['micro_batches']:,} micro-batches"
+            f"{fill}; {epoch['steps']:,} steps",
+        )
+    )
+    rows += [("warning", text) for text in audit.warnings]
+    return rows + [("stops", text) for text in audit.stops]
+
+
+def _quantile(percent: int) -> str:
+    return {0: "shortest", 50: "median", 100: "longest"}.get(percent, f"{percent} %")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample to look at: its runs of text, and which of them are trained on."""
+
+    place: str
+    tokens: int
+    runs: list[tuple[str, bool]]
+
+
+def shown(tokens: Tokens, count: int, tokenizer: PreTrainedTokenizerBase) -> list[Shown]:
+    """Up to `count` samples, spread over the set."""
+    picked = np.unique(np.linspace(0, len(tokens) - 1, min(count, len(tokens))).astype(int))
+    found = []
+    for index in picked.tolist():
+        ids, is_target = tokens.sample(index)
+        cuts = np.flatnonzero(np.diff(is_target)) + 1
+        runs = [
+            (tokenizer.decode(part), bool(is_target[start]))
+            for start, part in zip([0, *cuts.tolist()], np.split(ids, cuts), strict=True)
+        ]
+        found.append(Shown(tokens.place(index), len(ids), runs))
+    return found
+
+
+def to_json(audit: Audit, samples: list[Shown]) -> str:
+    """data_report.json."""
+    examples = [
+        {"place": s.place, "tokens": s.tokens, "runs": [{"text": text, "trained": trained} for text, trained in s.runs]}
+        for s in samples
+    ]
+    return json.dumps({**audit.report, "shown": examples}, indent=1, ensure_ascii=False)
