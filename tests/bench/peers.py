@@ -1,0 +1,292 @@
+"""One contestant of the speed benchmark in a process of its own: it takes a step when told to, and says what it cost.
+
+    python -m tests.bench.peers KIND SETTINGS.json
+
+All take the same samples in every step, from the same weights with the same LoRA, and do one optimizer step a line
+read. This module needs no more than a contestant's own environment has: another interpreter may run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.memory.measure import Memory
+
+Settings = dict[str, Any]
+"""Written by speed.py: model (folder), samples (input_ids and labels), rows (sample numbers of each packed row),
+checkpointing, learning_rate, overrides (of our own configuration)."""
+
+
+class Referee:
+    """Between two steps a contestant waits here."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.base = memory.read().allocated
+        self.before: tuple[float, float] | None = None
+
+    def wait(self) -> bool:
+        """Reports that the contestant is ready; returns once the next step is wanted, false at the end."""
+        print(json.dumps({"ready": True}), file=self.out(), flush=True)
+        if not sys.stdin.readline().strip():
+            return False
+        self.memory.read()  # the peak starts anew
+        self.before = time.process_time(), time.perf_counter()
+        return True
+
+    def done(self, loss: float) -> None:
+        """Reports the step."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        peak = self.memory.read().peak - self.base
+        row = {"cpu_seconds": cpu - self.before[0], "wall_seconds": wall - self.before[1], "loss": loss, "peak": peak}
+        print(json.dumps(row), file=self.out(), flush=True)
+
+    def out(self):
+        return sys.__stdout__
+
+
+class Stop(Exception):
+    """The referee wants no more steps."""
+
+
+def ours(settings: Settings, memory: Memory) -> None:
+    """This trainer's own loop, from its own configuration."""
+    from trainer.config.compose import compose
+    from trainer.training import session
+    from trainer.training.loop import train
+    from trainer.training.state import State, Window, rng_state
+
+    run = compose(settings["overrides"])
+    prepared = session.prepare(run, session.Stages())
+    ready = session.build(run, prepared, memory, session.Stages())
+    referee = Referee(memory)
+
+    def after_step(state: State, grad_norm: float) -> None:
+        if referee.before is not None:
+            referee.done(float(state.window.loss_sum) / state.window.num_targets)
+            state.window = Window()
+        if not referee.wait():
+            raise Stop
+
+    train(ready.loop, State(), rng_state(prepared.device), after_step, lambda: None)
+
+
+def _peft_model(settings: Settings):
+    """The same base and the same LoRA, made with transformers and PEFT as their documentation says."""
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        settings["model"], quantization_config=quantization, dtype=torch.float32, device_map={"": "cpu"}
+    )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    return model, config
+
+
+def _arguments(settings: Settings, kind: type, **fields: Any):
+    """What every peer is told: full batches, a constant learning rate, fp32, nothing written."""
+    recompute = settings["checkpointing"] == "full"
+    return kind(
+        output_dir=settings["scratch"],
+        max_steps=10_000,
+        learning_rate=settings["learning_rate"],
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        bf16=False,
+        gradient_checkpointing=recompute,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if recompute else None,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="steps",
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        **fields,
+    )
+
+
+def _run(trainer: Any, memory: Memory) -> None:
+    """Any transformers Trainer, stopped between steps by a callback."""
+    from transformers import TrainerCallback
+
+    referee = Referee(memory)
+
+    class Between(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if not referee.wait():
+                raise Stop
+
+        def on_step_end(self, args, state, control, **kwargs):
+            referee.done(float(trainer.last_loss))
+
+    trainer.add_callback(Between())
+    trainer.train()
+
+
+def _with_loss(base: type) -> type:
+    """A Trainer that remembers its step's loss: it hands losses to its log only after the callback."""
+
+    class Remembering(base):
+        last_loss, last_step = 0.0, -1
+
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            if self.state.global_step != self.last_step:
+                self.last_loss, self.last_step = 0.0, self.state.global_step
+            self.last_loss = self.last_loss + loss.detach()
+            return loss
+
+    return Remembering
+
+
+def _features(settings: Settings) -> list[dict[str, list[int]]]:
+    return [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in settings["samples"]]
+
+
+def trainer_padded(settings: Settings, memory: Memory) -> None:
+    """transformers Trainer + PEFT, padded micro-batches of four samples."""
+    import peft
+    from transformers import Trainer, TrainingArguments
+
+    model, config = _peft_model(settings)
+    features = _features(settings)
+
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(s["input_ids"]) for s in samples)
+
+        def padded(key: str, value: int) -> torch.Tensor:
+            return torch.tensor([s[key] + [value] * (longest - len(s[key])) for s in samples])
+
+        mask = [[1] * len(s["input_ids"]) + [0] * (longest - len(s["input_ids"])) for s in samples]
+        return {
+            "input_ids": padded("input_ids", 0),
+            "labels": padded("labels", -100),
+            "attention_mask": torch.tensor(mask),
+        }
+
+    size = min(4, len(features))
+    arguments = _arguments(
+        settings,
+        TrainingArguments,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=-(-len(features) // size),
+    )
+    _run(
+        _with_loss(Trainer)(
+            model=peft.get_peft_model(model, config), args=arguments, train_dataset=features, data_collator=collate
+        ),
+        memory,
+    )
+
+
+def trainer_flat(settings: Settings, memory: Memory) -> None:
+    """transformers Trainer + PEFT with transformers' own flattening collator, on the rows that ours packs."""
+    import peft
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    model, config = _peft_model(settings)
+    features, flatten = _features(settings), DataCollatorWithFlattening()
+    rows = [{"row": [features[i] for i in row]} for row in settings["rows"]]
+    arguments = _arguments(
+        settings, TrainingArguments, per_device_train_batch_size=1, gradient_accumulation_steps=len(rows)
+    )
+    _run(
+        _with_loss(Trainer)(
+            model=peft.get_peft_model(model, config),
+            args=arguments,
+            train_dataset=rows,
+            data_collator=lambda batch: flatten(batch[0]["row"]),
+        ),
+        memory,
+    )
+
+
+def trl(settings: Settings, memory: Memory, fp32_adapters: bool = False) -> None:
+    """TRL's SFTTrainer with its own packing; it casts the adapters of a quantised base to bf16."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model, config = _peft_model(settings)
+    rows = [
+        {"input_ids": s["input_ids"], "completion_mask": [int(y != -100) for y in s["labels"]]}
+        for s in settings["samples"]
+    ]
+    arguments = _arguments(
+        settings,
+        SFTConfig,
+        packing=True,
+        max_length=settings["row_tokens"],
+        completion_only_loss=True,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=len(settings["rows"]),
+    )
+    # Its padding-free rows carry position_ids, from which transformers' sdpa builds the block mask.
+    trainer = _with_loss(SFTTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        peft_config=config,
+        processing_class=_tokenizer(settings),
+    )
+    if fp32_adapters:
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    _run(trainer, memory)
+
+
+def trl_fp32(settings: Settings, memory: Memory) -> None:
+    """The same with its adapters put back to fp32."""
+    trl(settings, memory, fp32_adapters=True)
+
+
+def _tokenizer(settings: Settings):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(settings["model"])
+
+
+KINDS: dict[str, Callable[[Settings, Memory], None]] = {
+    "ours": ours,
+    "trainer_padded": trainer_padded,
+    "trainer_flat": trainer_flat,
+    "trl": trl,
+    "trl_fp32": trl_fp32,
+}
+
+
+def main() -> None:
+    """A contestant's process."""
+    kind, file = sys.argv[1:]
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the libraries' own logs; ours goes to the real one
+    torch.set_num_threads(1)
+    settings = json.loads(Path(file).read_text(encoding="utf-8"))
+    with Memory(torch.device("cpu")) as memory:
+        try:
+            KINDS[kind](settings, memory)
+        except Stop:
+            return
+
+
+if __name__ == "__main__":
+    main()
