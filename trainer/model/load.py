@@ -205,7 +205,9 @@ def _random_base(
         base = AutoModelForCausalLM.from_config(config, dtype=dtypes.compute, attn_implementation=attention)
     quantised = set(decoder_linears(base))
     head = base.get_output_embeddings()
-    for name, module in list(base.named_modules()):
+    # By name: a list of the modules would keep every unquantised weight alive until the end.
+    for name in [name for name, _ in base.named_modules()]:
+        module = base.get_submodule(name)
         if not (module._parameters or module._buffers):
             continue
         if module is head and config.get_text_config().tie_word_embeddings:
