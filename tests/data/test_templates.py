@@ -10,7 +10,7 @@ from trainer.data.chat import Encoder
 from trainer.data.formats import BadRow, Dialogue, PlainText, Reader
 from trainer.data.options import Format, TrainOn
 from trainer.data.rows import Row
-from trainer.data.templates import row_template, set_chat_template, shipped_templates
+from trainer.data.templates import dress, row_template, shipped_templates
 from trainer.errors import DataError
 
 CHAT = [
@@ -30,7 +30,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_shipped_templates_for_base_models(name):
     tokenizer = make_tokenizer(None)
-    set_chat_template(tokenizer, name)
+    dress(tokenizer, name, [])
     ids, is_target = Encoder(tokenizer, TrainOn.assistant).encode(
         Dialogue(CHAT, [m["role"] == "assistant" for m in CHAT])
     )
@@ -46,7 +46,7 @@ def test_chatml_by_name_equals_the_models_own():
     own = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     before = shipped.chat_template
     try:
-        set_chat_template(shipped, "chatml")
+        dress(shipped, "chatml", [])
         assert shipped.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == own
     finally:
         shipped.chat_template = before
@@ -54,7 +54,7 @@ def test_chatml_by_name_equals_the_models_own():
 
 def test_chatml_needs_its_tokens():
     with pytest.raises(DataError) as error:
-        set_chat_template(make_tokenizer(None), "chatml")
+        dress(make_tokenizer(None), "chatml", [])
     assert "model.new_tokens=['<|im_end|>', '<|im_start|>']" in str(error.value)
 
 
@@ -62,13 +62,13 @@ def test_a_template_file(tmp_path):
     tokenizer = make_tokenizer(None)
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    set_chat_template(tokenizer, str(file))
+    dress(tokenizer, str(file), [])
     assert tokenizer.apply_chat_template(CHAT[:2], tokenize=False) == "[system]Be brief.[user]2 + 3?"
     file.write_text("{% for m in messages %}\n{{ m.role ")
     with pytest.raises(DataError, match="line 2"):
-        set_chat_template(tokenizer, str(file))
+        dress(tokenizer, str(file), [])
     with pytest.raises(DataError, match=r"no such template or file \(did you mean plain\?\)"):
-        set_chat_template(tokenizer, "plane")
+        dress(tokenizer, "plane", [])
     assert set(WRITTEN) < set(shipped_templates())
 
 

@@ -36,7 +36,7 @@ def run(words: list[str]) -> int:
     from trainer.data.audit import CLOSE, OPEN, audit, lines, shown, to_json
     from trainer.data.load import read_data
     from trainer.data.loader import TrainingSteps
-    from trainer.data.templates import set_chat_template
+    from trainer.data.templates import dress
     from trainer.model.load import load_tokenizer
     from trainer.tracking.console import Screen
     from trainer.training.session import quiet_libraries
@@ -44,7 +44,7 @@ def run(words: list[str]) -> int:
     screen = Screen()
     quiet_libraries(screen)
     tokenizer = load_tokenizer(config.model)
-    set_chat_template(tokenizer, config.data.chat_template)
+    dress(tokenizer, config.data.chat_template, config.model.new_tokens)
     loaded = read_data(config.data, config.seed, tokenizer)
     steps = TrainingSteps(loaded.train_set, config.packing, config.train, config.seed)
     row_tokens = config.train.micro_batch_tokens if config.packing.packed else None

@@ -6,12 +6,13 @@ Both are Jinja and run sandboxed: they can neither reach Python nor change what 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats import BadRow
 from trainer.errors import DataError, closest
+from trainer.model.new_tokens import add_new_tokens
 from trainer.resources import PACKAGE
 
 if TYPE_CHECKING:
@@ -25,11 +26,15 @@ def shipped_templates() -> list[str]:
     return sorted(file.stem for file in SHIPPED.glob("*.jinja"))
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> None:
-    """Gives the tokenizer the template of data.chat_template; null leaves its own. Raises DataError."""
+def dress(tokenizer: PreTrainedTokenizerBase, chosen: str | None, new_tokens: Sequence[str]) -> None:
+    """Gives the tokenizer model.new_tokens and the template of data.chat_template; null leaves its own.
+
+    Raises DataError.
+    """
+    text = _chat_template(chosen) if chosen is not None else tokenizer.chat_template
+    add_new_tokens(tokenizer, new_tokens, text or "")
     if chosen is None:
         return
-    text = _chat_template(chosen)
     missing = [
         token for token in _control_tokens(text) if len(tokenizer(token, add_special_tokens=False).input_ids) > 1
     ]

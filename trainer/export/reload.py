@@ -15,6 +15,7 @@ from trainer.data.options import TrainOn
 from trainer.errors import DataError, ModelError
 from trainer.export.generate import answer
 from trainer.model.load import load_base, load_config
+from trainer.model.new_tokens import grow
 from trainer.model.options import Weights
 from trainer.model.precision import Dtypes
 from trainer.training.session import find_device
@@ -52,6 +53,8 @@ def load_trained(run: Run, folder: Path) -> Trained:
         if config.model.weights is Weights.random:
             raise ModelError(f"run={folder}: its base was random weights, which are not kept; it cannot answer.")
         base = load_base(config.model, load_config(config.model), config.quant, dtypes, device, "sdpa")
+        # The adapter holds the rows of new tokens and not the tables around them.
+        grow(base, AutoTokenizer.from_pretrained(result).convert_tokens_to_ids(config.model.new_tokens))
         peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base
         model = base
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ class Adapter(ABC):
         """Raises ModelError if the option does not fit this model; `model` may be on the meta device."""
 
     @abstractmethod
-    def attach(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model with its trainable parameters, everything else frozen."""
+    def attach(self, model: torch.nn.Module, new_ids: Sequence[int] = ()) -> torch.nn.Module:
+        """The model with its trainable parameters, everything else frozen; the embeddings of new tokens train too."""
 
 
 @option("adapter", "none")
@@ -38,7 +39,7 @@ class NoAdapter(Adapter):
     def check(self, model):
         pass
 
-    def attach(self, model):
+    def attach(self, model, new_ids=()):
         import torch
 
         for parameter in model.parameters():
@@ -76,11 +77,12 @@ class LoRA(Adapter):
         if missing:
             raise ModelError(f"adapter.modules_to_save: no module of the model is named {', '.join(missing)}.")
 
-    def attach(self, model):
+    def attach(self, model, new_ids=()):
         import peft
         import torch
 
         from trainer.model import fused
+        from trainer.model.new_tokens import trainable_rows
 
         targets = find_targets(model, self.target_modules)
         config = peft.LoraConfig(
@@ -90,6 +92,7 @@ class LoRA(Adapter):
             lora_dropout=self.dropout,
             target_modules=_shortest(model, targets),
             modules_to_save=list(self.modules_to_save) or None,
+            **trainable_rows(model, new_ids),
         )
         model.requires_grad_(False)
         adapted = peft.get_peft_model(model, config)

@@ -25,6 +25,8 @@ class Model:
     """commit, tag or branch on the hub; null: its main branch"""
     trust_remote_code: bool
     """run the model's own Python code; from the command line only, and with a commit as model.revision"""
+    new_tokens: list[str]
+    """tokens that the tokenizer does not have; only their rows of the embeddings train, beside the adapter"""
     weights: Weights
     """random builds the architecture below and downloads nothing"""
     architecture: dict[str, Any]

@@ -20,12 +20,13 @@ from trainer.config.saved import Run
 from trainer.config.schema import Device
 from trainer.data.load import load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
-from trainer.data.templates import set_chat_template
+from trainer.data.templates import dress
 from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
 from trainer.memory.measure import GIB, Memory
 from trainer.model import attention
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
+from trainer.model.new_tokens import grow
 from trainer.model.precision import Dtypes
 from trainer.model.probe import check_packing
 from trainer.tracking.console import Screen
@@ -90,14 +91,14 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     config.loss.check(device)
     with stages.stage("tokenizer"):
         tokenizer = load_tokenizer(config.model)
-        set_chat_template(tokenizer, config.data.chat_template)
+        dress(tokenizer, config.data.chat_template, config.model.new_tokens)
     with stages.stage("data"):
         loaded = load_data(config.data, config.seed, tokenizer)
     train_set, held_out, counts = loaded.train_set, loaded.held_out, loaded.counts
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
-    _check_vocabulary(train_set, held_out, shape)
+    _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
     steps = TrainingSteps(train_set, config.packing, config.train, config.seed)
     return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps)
 
@@ -113,7 +114,9 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         base = load_base(config.model, prepared.config, config.quant, dtypes, device, chosen)
     with stages.stage("adapter"):
         torch.manual_seed(config.seed)
-        adapted = config.adapter.attach(base)
+        new_ids = prepared.tokenizer.convert_tokens_to_ids(config.model.new_tokens)
+        grow(base, new_ids)
+        adapted = config.adapter.attach(base, new_ids)
         config.checkpointing.apply(base)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = config.optim.build(parameters)
@@ -168,8 +171,8 @@ def held_out_batches(prepared: Prepared, run: Run):
     return lambda: evaluation_batches(prepared.held_out, run.config.packing, run.config.train)
 
 
-def _check_vocabulary(train_set: Tokens, held_out: Tokens | None, shape: PreTrainedModel) -> None:
-    rows = shape.get_input_embeddings().weight.shape[0]
+def _check_vocabulary(train_set: Tokens, held_out: Tokens | None, shape: PreTrainedModel, new_ids: list[int]) -> None:
+    rows = max([shape.get_input_embeddings().weight.shape[0], *(index + 1 for index in new_ids)])
     highest = max(tokens.highest_token for tokens in (train_set, held_out) if tokens is not None)
     if highest >= rows:
         raise ModelError(
