@@ -1,106 +1,130 @@
-"""Every checkpointing option: the same gradients as keeping everything, bit for bit, dropout included (A3)."""
+"""Every policy: gradients equal to keeping everything, bit for bit, dropout included."""
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from tests.factories import gradients, load, option, options, packed_batch, random_tokens
 from tests.support import train_here
-from trainer.errors import ModelError
-from trainer.model import checkpointing as module
-from trainer.model.attention import PACKED
-from trainer.training.losses import Chunked
+from trainer.errors import ConfigError, ModelError
+from trainer.model.adapters import LoRA
+from trainer.model.checkpointing import (
+    Attention,
+    EveryK,
+    Full,
+    Keep,
+    NoCheckpointing,
+    PerBlock,
+    Selective,
+    Sqrt,
+    kept_operations,
+)
 
-OPTIONS = options("checkpointing")
-LORA = option("adapter", "lora", dropout=0.1)
+DEPTH = 5
+POLICIES = {
+    "full": Full(),
+    "every_k of 1": EveryK(k=1),
+    "every_k of 2": EveryK(k=2),
+    "every_k of 3": EveryK(k=3),
+    "every_k of all": EveryK(k=DEPTH),
+    "sqrt": Sqrt(),
+    "attention": Attention(),
+    "selective": Selective(keep=Keep.attention),
+    "selective linear": Selective(keep=Keep.linear),
+    "selective both": Selective(keep=Keep.both),
+    "per block": PerBlock([Full(), Selective(keep=Keep.attention), *[NoCheckpointing()] * (DEPTH - 2)]),
+}
 
 
-def step(tiny, policy: str, adapter) -> tuple[dict, dict, int]:
-    """Gradients after one backward, every trainable weight after one optimizer step, and layers run."""
-    base = load(tiny.path, PACKED)
+def _model(quantised: bool = False):
+    """A small adapted Llama with dropout in adapters and attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
-    adapted = adapter.attach(base)
-    option("checkpointing", policy).apply(base)
-    ran = []
-    for layer in base.get_decoder().layers:
-        layer.mlp.register_forward_pre_hook(lambda *_: ran.append(1))
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=DEPTH, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=0.1,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config)
+    if quantised:
+        from trainer.model.adapters import decoder_linears
+        from trainer.model.quant import NF4
+
+        for name in decoder_linears(base):
+            parent, _, child = name.rpartition(".")
+            linear = NF4(double_quant=True).linear(base.get_submodule(name), torch.float32, torch.device("cpu"))
+            setattr(base.get_submodule(parent), child, linear)
+    settings = {"r": 4, "alpha": 8.0, "dropout": 0.2, "target_modules": "all-linear", "modules_to_save": []}
+    settings["fused"] = False
+    adapted = LoRA(**settings).attach(base)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return base, adapted
+
+
+def _step(policy, quantised=False):
+    """(loss, gradients by name)."""
+    base, adapted = _model(quantised)
+    policy.apply(base)
     base.train()
+    ids = torch.arange(96).remainder(64)[None]
+
     torch.manual_seed(1)
-    Chunked(16).sum(base, packed_batch(random_tokens([20, 7, 12], vocabulary=280))).backward()
-    grads = gradients(adapted)
-    torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2).step()
-    weights = {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
-    return grads, weights, len(ran)
+    logits = base(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.float()[0], ids[0])
+    loss.backward()
+    gradients = {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+    return loss.detach(), gradients
 
 
-@pytest.mark.parametrize("adapter", [LORA, option("adapter", "none")], ids=["lora", "all"])
-@pytest.mark.parametrize("policy", OPTIONS)
-def test_gradients_are_those_of_keeping_everything(policy, adapter, tiny):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*requires_grad")  # "None of the inputs have ..."
-        grads, weights, _ = step(tiny, policy, adapter)
-    expected, expected_weights, _ = step(tiny, "none", adapter)
-    assert grads.keys() == expected.keys() and len(grads) == (28 if adapter is LORA else 21)
-    for name, gradient in grads.items():
-        assert torch.equal(gradient, expected[name]), name
-    for name, weight in weights.items():
-        assert torch.equal(weight, expected_weights[name]), name
-        if ".lora_B." in name:
-            assert weight.abs().max() > 0, f"{name} did not learn"
+@pytest.fixture(scope="module")
+def kept_whole():
+    return {quantised: _step(NoCheckpointing(), quantised) for quantised in (False, True)}
 
 
-def test_full_runs_every_layer_twice(tiny):
-    assert step(tiny, "none", LORA)[2] == 2
-    assert step(tiny, "full", LORA)[2] == 4
+@pytest.mark.parametrize("quantised", [False, True], ids=["fp32", "nf4"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_gradients_are_those_of_keeping_everything_bit_for_bit(name, quantised, kept_whole):
+    loss, gradients = _step(POLICIES[name], quantised)
+    expected_loss, expected = kept_whole[quantised]
+    assert torch.equal(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for parameter, gradient in gradients.items():
+        assert gradient is not None, parameter
+        assert torch.equal(gradient, expected[parameter]), parameter
 
 
-@pytest.mark.parametrize("policy", OPTIONS)
-@pytest.mark.parametrize("quant", ["none", "nf4"])
-def test_every_b_changes_in_the_first_step_of_a_run(policy, quant, base_overrides, tmp_path):
-    """A3, from the command's words to the saved adapter, without a warning about inputs that need no gradient."""
-    from safetensors.torch import load_file
-
-    run = tmp_path / "run"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train_here([*base_overrides, f"checkpointing={policy}", f"quant={quant}", "train.max_steps=1"], run)
-    assert not [str(w.message) for w in caught if "requires_grad" in str(w.message)]
-    weights = load_file(run / "adapter/adapter_model.safetensors")
-    learnt = [name for name in weights if "lora_B" in name]
-    assert len(learnt) == 14
-    assert all(weights[name].abs().max() > 0 for name in learnt)
+def test_a_segment_runs_its_blocks_in_evaluation_too():
+    base, _ = _model()
+    base.eval()
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        expected = base(input_ids=ids, use_cache=False).logits
+        EveryK(k=2).apply(base)
+        assert torch.equal(base(input_ids=ids, use_cache=False).logits, expected)
 
 
-def test_full_does_not_make_the_embedding_require_gradients(tiny):
-    """Block 0's q, k and v need no backward through the base: transformers' own switch would cost it."""
-    base = load(tiny.path, PACKED)
-    LORA.attach(base)
-    module.Full().apply(base)
-    base.train()
-    seen = []
-    base.get_decoder().layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True
-    )
-    Chunked(16).sum(base, packed_batch(random_tokens([9, 4], vocabulary=280))).backward()
-    assert not seen[0].requires_grad
+def test_every_k_larger_than_the_depth_is_refused():
+    base, _ = _model()
+    with pytest.raises(ConfigError, match=r"checkpointing\.k=6.*5 blocks.*1 to 5"):
+        EveryK(k=6).apply(base)
 
 
-def test_a_model_without_layers_to_checkpoint_is_refused():
-    with pytest.raises(ModelError, match="Use checkpointing=none"):
-        module.Full().apply(torch.nn.Linear(2, 2))
-    module.NoCheckpointing().apply(torch.nn.Linear(2, 2))
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ModelError, match="no layers that transformers can checkpoint"):
+        Full().apply(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
-def test_transformers_layers_are_what_the_policy_sets(tiny):
-    base = load(tiny.path)
-    module.Full().apply(base)
-    layers = list(base.get_decoder().layers)
-    assert all(layer.gradient_checkpointing for layer in layers)
-    assert all(layer._gradient_checkpointing_func.func is checkpoint for layer in layers)
-    assert all(layer._gradient_checkpointing_func.keywords == {"use_reentrant": False} for layer in layers)
-    module.NoCheckpointing().apply(base)
-    assert not any(layer.gradient_checkpointing for layer in layers)
+def test_a_dequantised_weight_is_in_no_set_of_kept_operations():
+    for keep in Keep:
+        names = [str(operation) for operation in kept_operations(keep)]
+        assert names and not any("dequant" in name for name in names)
+
+
+@pytest.mark.parametrize("words", [["checkpointing=every_k", "checkpointing.k=2"], ["checkpointing=selective"]])
+def test_a_run_ends_with_the_same_loss_as_without_checkpointing(words, base_overrides, tmp_path):
+    settings = ["adapter.dropout=0.1", "train.max_steps=2"]
+    expected = train_here([*base_overrides, *settings, "checkpointing=none"], tmp_path / "none")
+    found = train_here([*base_overrides, *settings, *words], tmp_path / "policy")
+    assert found["final_loss"] == expected["final_loss"]

@@ -12,6 +12,16 @@ import torch
 
 GIB = 1024**3
 
+SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
+"""Words of the allocators' errors: CUDA's and bitsandbytes', torch's on a CPU, numpy's."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
 
 class _MallInfo2(ctypes.Structure):
     """glibc's struct mallinfo2 (malloc.h)."""
@@ -43,6 +53,15 @@ def _mallinfo2():
     return function
 
 
+def malloc_statistics() -> dict[str, int]:
+    """glibc's mallinfo2 by field; empty where the C library has none."""
+    function = _mallinfo2()
+    if function is None:
+        return {}
+    info = function()
+    return {name: getattr(info, name) for name, _ in _MallInfo2._fields_ if getattr(info, name)}
+
+
 @dataclass(frozen=True)
 class MemoryReading:
     """One reading, in bytes; `peak` is since the last reading."""
@@ -66,6 +85,10 @@ class Memory:
         self.device = device
         self._mallinfo2 = _mallinfo2() if device.type == "cpu" else None
         self._peak = 0
+        self.baseline = self._held() if device.type == "cpu" else 0
+        """bytes held before the run: libraries and Python itself, which no plan predicts"""
+        self.stages: dict[str, int] = {}
+        """allocated bytes when each stage of the run was first reached, less the baseline"""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,6 +107,17 @@ class Memory:
         """Notes the present height on a CPU; CUDA does so by itself."""
         if self.device.type == "cpu":
             self._peak = max(self._peak, self._held())
+
+    def at(self, stage: str) -> None:
+        """Notes the height, and under the stage's name if it is the first time. Asks nothing of the device."""
+        self.sample()
+        if stage not in self.stages:
+            cuda = self.device.type == "cuda"
+            self.stages[stage] = torch.cuda.memory_allocated(self.device) if cuda else self._held() - self.baseline
+
+    def reserved(self) -> int | None:
+        """Bytes that the caching allocator took from the device; a CPU has none."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else None
 
     def read(self) -> MemoryReading:
         """Allocated now and at most since the last reading."""

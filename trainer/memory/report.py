@@ -13,6 +13,7 @@ from trainer.model.options import Weights
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
     from trainer.memory.predict import Prediction
+    from trainer.memory.run import RunMemory
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
@@ -20,9 +21,17 @@ SMALL_MODEL = 1_000_000_000
 """Parameters up to which training all of them is worth a thought."""
 
 
-def short_plan(planner: Planner) -> dict[str, Any]:
+def short_plan(run: RunMemory) -> dict[str, Any]:
     """What a run writes at its start: the prediction alone."""
-    prediction = planner.predict()
+    plan = _prediction(run.planner, run.prediction)
+    if run.fit is not None:
+        plan["checkpointing"] = run.fit.sentence()
+        plan["micro_batch_tokens"] = run.fit.micro_batch_tokens
+        plan["accumulation_steps"] = run.fit.accumulation_steps
+    return plan
+
+
+def _prediction(planner: Planner, prediction: Prediction) -> dict[str, Any]:
     return {
         "device": planner.device_type,
         "micro_batch": asdict(planner.shape),
@@ -42,7 +51,7 @@ def full_plan(planner: Planner) -> dict[str, Any]:
     needed = planner.needed(prediction)
     budget = planner.config.memory.budget_gib
     changes = whatif.rows(planner)
-    plan = short_plan(planner)
+    plan = _prediction(planner, prediction)
     plan["recomputed_share"] = recomputed_share(planner.policy, planner.depth)
     plan["cards"] = [
         {"gib": card, "fits": needed <= card * GIB, "longest_micro_batch_tokens": planner.longest(card * GIB)}

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.errors import ConfigError, ModelError, closest
+from trainer.memory.measure import is_out_of_memory
 from trainer.model import hub
 from trainer.model.adapters import decoder_linears
 from trainer.model.families import check_modules, text_config
@@ -235,7 +236,7 @@ class _user_errors:
 
     def __exit__(self, kind, error, traceback):
         if kind is not None and issubclass(kind, (OSError, ValueError, KeyError, RuntimeError, SafetensorError)):
-            if "out of memory" in str(error):
+            if is_out_of_memory(error):
                 return False
             first_line = str(error).strip().split("\n")[0]
             raise ModelError(f"{self.what}: {first_line}") from error

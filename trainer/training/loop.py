@@ -88,8 +88,9 @@ def train(
             flops += loop.arithmetic.flops(batch)
             with loop.dtypes.autocast():
                 micro_loss = loop.loss.sum(loop.model, batch.to(device))
-            loop.memory.sample()
+            loop.memory.at("first forward")
             loop.accelerator.backward(micro_loss / num_targets)
+            loop.memory.at("first backward")
             step_loss += micro_loss.detach()
 
         norm = (
@@ -100,6 +101,7 @@ def train(
         grad_norm = norm.item()  # the one device read of a step
         if math.isfinite(grad_norm):
             loop.optimizer.step()
+            loop.memory.at("first step")
             state.skipped_in_a_row = 0
         else:
             # Skipped whole: under AdamW even a zero gradient would move the weights.

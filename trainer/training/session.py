@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from trainer.config.device import NO_GPU
 from trainer.config.saved import Run
 from trainer.config.schema import Device
 from trainer.data.load import load_data
@@ -24,6 +25,7 @@ from trainer.data.templates import dress
 from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
 from trainer.memory.measure import GIB, Memory
+from trainer.memory.run import RunMemory, plan_run
 from trainer.model import attention
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
@@ -68,6 +70,7 @@ class Prepared:
     held_out: Tokens | None
     counts: list[Counts]
     steps: TrainingSteps
+    plan: RunMemory
 
 
 @dataclass
@@ -100,7 +103,11 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     config.adapter.check(shape)
     _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
     steps = TrainingSteps(train_set, config.packing, config.train, config.seed)
-    return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps)
+    with stages.stage("plan"):
+        plan = plan_run(config, model_config, dtypes, steps)
+    if plan.train is not config.train:
+        steps = TrainingSteps(train_set, config.packing, plan.train, config.seed)
+    return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan)
 
 
 def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready:
@@ -112,14 +119,16 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
     with stages.stage("weights"):
         torch.manual_seed(config.seed)
         base = load_base(config.model, prepared.config, config.quant, dtypes, device, chosen)
+    memory.at("weights loaded")
     with stages.stage("adapter"):
         torch.manual_seed(config.seed)
         new_ids = prepared.tokenizer.convert_tokens_to_ids(config.model.new_tokens)
         grow(base, new_ids)
         adapted = config.adapter.attach(base, new_ids)
-        config.checkpointing.apply(base)
+        prepared.plan.policy.apply(base)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = config.optim.build(parameters)
+    memory.at("adapter attached")
     accelerator = _accelerator(run, device)
     trainable, total = total_parameters(adapted)
     base_trains = trainable == total
@@ -148,11 +157,7 @@ def find_device(device: Device) -> torch.device:
     if device is Device.cpu or (device is Device.auto and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "device=cuda: this machine has no GPU that torch can use. Run the same job slowly on the CPU with "
-            "device=cpu (add model.weights=random to try it without the weights), or a small one with "
-            "recipe=quickstart."
-        )
+        raise ConfigError(NO_GPU)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -168,7 +173,7 @@ def held_out_batches(prepared: Prepared, run: Run):
     """A function that makes the held-out micro-batches, or None without held-out data."""
     if prepared.held_out is None:
         return None
-    return lambda: evaluation_batches(prepared.held_out, run.config.packing, run.config.train)
+    return lambda: evaluation_batches(prepared.held_out, run.config.packing, prepared.plan.train)
 
 
 def _check_vocabulary(train_set: Tokens, held_out: Tokens | None, shape: PreTrainedModel, new_ids: list[int]) -> None:

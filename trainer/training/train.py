@@ -15,10 +15,14 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.config.saved import Run, public_config, save_run
-from trainer.errors import Interrupted, OutOfMemoryError, StorageError, TrainerError
+from trainer.errors import Interrupted, StorageError, TrainerError
 from trainer.export.answers import held_out_answers
 from trainer.export.result import export, stop_tokens
+from trainer.memory.advice import Situation, advising
 from trainer.memory.measure import GIB, Memory, rss_peak
+from trainer.memory.probe import probe_memory, wanted
+from trainer.memory.report import short_plan
+from trainer.memory.snapshot import Snapshot, statistics
 from trainer.tracking.console import Screen
 from trainer.tracking.metrics import Metrics
 from trainer.tracking.options import Tracker
@@ -69,6 +73,8 @@ class TrainingRun:
     tracker: Tracker | None = None
     ready: Ready | None = None
     peak_memory: int = 0
+    memory: Memory | None = None
+    _recording: bool = False
 
     def look(self) -> Beginning:
         """Takes the folder and decides how to begin."""
@@ -83,8 +89,17 @@ class TrainingRun:
     def go(self, prepared: Prepared, beginning: Beginning) -> dict[str, Any]:
         """Weights, training and result."""
         run_id = self._open_records(beginning)
+        plan = json.dumps(short_plan(prepared.plan), indent=1)
+        write_atomically(self.folder.file("plan.json"), plan)
+        self.situation = Situation(prepared.device, plan=prepared.plan)
+        self.situation.longest_sample = int(prepared.train_set.lengths.max())
+        with advising(self.situation, lambda: self.checkpoints.pointer("last")):
+            return self._go(prepared, beginning, run_id)
+
+    def _go(self, prepared: Prepared, beginning: Beginning, run_id: str) -> dict[str, Any]:
         config = self.run.config
-        memory = self.stack.enter_context(Memory(prepared.device))
+        self.memory = memory = self.stack.enter_context(Memory(prepared.device))
+        self.situation.where = "loading"
         self.ready = ready = session.build(self.run, prepared, memory, self.stages)
         rng = self._begin_or_restore(ready, beginning, run_id)
         where = self.tracker.where if self.tracker is not None else "this folder only"
@@ -92,6 +107,16 @@ class TrainingRun:
         if beginning.checkpoint is not None:
             self.screen.say(f"resumed at step {self.state.step} from {beginning.checkpoint.name}", style="green")
             self.metrics.write("resumed", step=self.state.step)
+
+        held_out = session.held_out_batches(prepared, self.run)
+        if wanted(config.memory.probe, prepared.device):
+            self.situation.where = "the probe of the largest micro-batch"
+            with self.stages.stage("memory probe"):
+                num_tokens = probe_memory(ready.loop, held_out)
+            self.peak_memory = memory.read().peak
+            self.metrics.write("probe", num_tokens=num_tokens, memory_peak_gib=self.peak_memory / GIB)
+            self.screen.say(f"probe: the largest micro-batch, {num_tokens:,} tokens, fits")
+        self.snapshot = Snapshot(prepared.device, config.memory.snapshot, self.folder.path)
 
         with self.screen.bar("training", prepared.steps.num_steps, self.state.step) as bar:
             loop = ready.loop
@@ -103,14 +128,24 @@ class TrainingRun:
                 metrics=self.metrics,
                 tracker=self.tracker,
                 peak_flops=peak_flops(prepared.device),
-                held_out=session.held_out_batches(prepared, self.run),
+                held_out=held_out,
                 evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, self.interrupts.check),
                 save=lambda state: self.checkpoints.save(ready.adapted, loop.optimizer, state, rng),
                 saved_step=self.state.step,
+                peak_memory=self.peak_memory,
             )
-            with self.stages.stage("training"), self._until_interrupted(watch), self._memory_advice(prepared):
-                train(loop, self.state, rng, watch.after_step, self.interrupts.check)
+
+            def after_step(state: State, grad_norm: float) -> None:
+                self.situation.where = f"the evaluation or checkpoint after step {state.step}"
+                self.situation.peak = watch.peak_memory
+                self._record(state)
+                watch.after_step(state, grad_norm)
+                self.situation.where = f"step {state.step + 1}"
+
+            with self.stages.stage("training"), self._until_interrupted(watch):
+                train(loop, self.state, rng, after_step, self.interrupts.check)
         self.peak_memory = watch.peak_memory
+        self.situation.where = "writing the result"
         return self._finish(prepared, where)
 
     def _open_records(self, beginning: Beginning) -> str:
@@ -168,25 +203,18 @@ class TrainingRun:
         finally:
             self.interrupts.deferred = False
 
-    @contextmanager
-    def _memory_advice(self, prepared: Prepared) -> Iterator[None]:
-        """An allocator's failure becomes an error that says what to change."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            longest = int(prepared.train_set.lengths.max())
-            last = self.checkpoints.pointer("last")
-            train = self.run.config.train
-            shape = (
-                f"train.micro_batch_tokens={train.micro_batch_tokens}"
-                if self.run.config.packing.packed
-                else f"train.micro_batch_size={train.micro_batch_size}"
-            )
-            raise OutOfMemoryError(
-                f"in step {self.state.step + 1}: {str(error).splitlines()[0]} Longest sample: {longest} tokens; "
-                f"{shape}. Lower it and raise train.accumulation_steps by the same factor, or set "
-                f"checkpointing=full or quant=nf4. " + (f"Checkpoint kept: {last}." if last else "No checkpoint yet.")
-            ) from error
+    def _record(self, state: State) -> None:
+        """Starts the recording of allocations before the first step, and tells where it lies after the last."""
+        if self.run.config.memory.snapshot == 0:
+            return
+        if not self.snapshot.heights and self.snapshot.steps == self.run.config.memory.snapshot and not self._recording:
+            self._recording = True
+            self.snapshot.start()
+            self.stack.callback(self.snapshot.abandon)
+            return
+        file = self.snapshot.after_step()
+        if file is not None:
+            self.screen.say(f"memory snapshot: {file}; after each step: {self.snapshot.shape()}")
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
@@ -213,6 +241,8 @@ class TrainingRun:
         self._write_summary(summary)
         answers_table(self.screen, answers)
         end_table(self.screen, summary, self.stages, run_dir, tracking)
+        if self.run.config.memory.stats:
+            self.screen.table("allocator", statistics(prepared.device))
         return summary
 
     def _summary(self, status: str) -> dict[str, Any]:
@@ -230,6 +260,9 @@ class TrainingRun:
             "best_step": state.best_step,
             "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
             "peak_memory_gib": self.peak_memory / GIB,
+            "predicted_peak_memory_gib": ready.prepared.plan.prediction.peak / GIB if ready else None,
+            "memory_baseline_gib": self.memory.baseline / GIB if self.memory else None,
+            "memory_stages_gib": {n: b / GIB for n, b in self.memory.stages.items()} if self.memory else None,
             "rss_peak_gib": rss_peak() / GIB,
             "trainable_parameters": ready.trainable_parameters if ready else None,
             "total_parameters": ready.total_parameters if ready else None,

@@ -1,0 +1,136 @@
+"""Allocation history of a run's first steps: a file for pytorch's memory viewer on CUDA, a table on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.memory.tracker import Tracker
+
+LARGEST = 30
+OURS = str(Path(__file__).resolve().parent.parent)
+MACHINERY = ("/torch/", "/transformers/utils/", "/memory/tracker.py", "/memory/snapshot.py")
+
+
+class Allocations(Tracker):
+    """A tracker that knows which line made each storage, and keeps the largest at the peak."""
+
+    def __init__(self) -> None:
+        super().__init__(rounding=1)
+        self.made: dict[int, tuple[int, str, tuple[int, ...], str]] = {}
+        self.at_peak: list[tuple[int, str, tuple[int, ...], str]] = []
+        self._highest = 0
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._seen:
+            return
+        super()._count(tensor)
+        size = tensor.untyped_storage().nbytes()
+        self.made[key] = (size, _line(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if self.live > self._highest:
+            self._highest = self.live
+            if self.live > 1.02 * sum(item[0] for item in self.at_peak[:1]):
+                self.at_peak = self._largest()
+
+    def _largest(self) -> list[tuple[int, str, tuple[int, ...], str]]:
+        alive = [self.made[key] for key in self._seen if key in self.made]
+        return sorted(alive, reverse=True)[:LARGEST]
+
+
+@dataclass
+class Snapshot:
+    """Records `steps` optimizer steps from the first of this run on."""
+
+    device: torch.device
+    steps: int
+    folder: Path
+    heights: list[int] = field(default_factory=list)
+    """live bytes after each step"""
+    _recorder: Allocations | None = None
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            return
+        self._recorder = Allocations()
+        self._recorder.__enter__()
+
+    def after_step(self) -> Path | None:
+        """Called after each optimizer step; returns the file once it is written."""
+        if self.steps == 0:
+            return None
+        recorder = self._recorder
+        self.heights.append(recorder.live if recorder else torch.cuda.memory_allocated(self.device))
+        self.steps -= 1
+        return self.stop() if self.steps == 0 else None
+
+    def stop(self) -> Path | None:
+        """Ends the recording and writes it."""
+        self.steps = 0
+        if self.device.type == "cuda":
+            file = self.folder / "memory_snapshot.pickle"  # the format that pytorch.org/memory_viz reads
+            torch.cuda.memory._dump_snapshot(str(file))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            return file
+        if self._recorder is None:
+            return None
+        recorder, self._recorder = self._recorder, None
+        recorder.__exit__(None, None, None)
+        file = self.folder / "memory_snapshot.json"
+        rows = [{"bytes": b, "line": line, "shape": s, "dtype": d} for b, line, s, d in recorder.at_peak]
+        content = {"peak_bytes": recorder._highest, "live_after_step": self.heights, "largest_at_peak": rows}
+        file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        return file
+
+    def abandon(self) -> None:
+        """Ends a recording that a run's end cut off."""
+        if self.steps:
+            self.stop()
+
+    def shape(self) -> str:
+        return timeline_shape(self.heights)
+
+
+def timeline_shape(heights: list[int]) -> str:
+    """What the heights after each step mean: a staircase is a leak; one rise at the first step is optimizer state."""
+    if len(heights) < 3:
+        return "too few steps to tell a shape"
+    rises = [after - before for before, after in pairwise(heights)]
+    threshold = max(max(heights) // 1000, 1)
+    if all(rise > threshold for rise in rises):
+        return f"a staircase: {sum(rises) / len(rises):,.0f} bytes more after every step, a leak"
+    if rises[0] > threshold and all(abs(rise) <= threshold for rise in rises[1:]):
+        return "one rise at the first step, then level: optimizer state"
+    if all(abs(rise) <= threshold for rise in rises):
+        return "level: nothing is left behind by a step"
+    return "uneven"
+
+
+def _line() -> str:
+    """The innermost line outside torch: file:line function."""
+    frame: Any = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in MACHINERY):
+            short = name.removeprefix(OURS).split("site-packages/")[-1].lstrip("/")
+            return f"{short}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def statistics(device: torch.device) -> list[tuple[str, str]]:
+    """memory.stats=true: the allocator's statistics, largest first; of a CPU, malloc's own."""
+    if device.type == "cuda":
+        found = {k: v for k, v in torch.cuda.memory_stats(device).items() if v}
+    else:
+        from trainer.memory.measure import malloc_statistics
+
+        found = malloc_statistics()
+    return [(name, f"{value:,}") for name, value in sorted(found.items(), key=lambda item: -item[1])]
