@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.config.compose import options, recipes
 from trainer.config.schema import SECTIONS
+from trainer.config.shelf import options, recipes
 
 EXAMPLES = (
     ("recipe=quickstart", "two minutes on a CPU, no download"),

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from trainer.config.compose import recipes
+import re
+
+from trainer.config.shelf import Recipe, recipes
 from trainer.errors import ConfigError
 
 HELP = """trainer recipes
 
-Lists the recipes that come with the trainer and those in ./recipes: what each does, in its own words.
+Lists the recipes that come with the trainer and those in ./recipes, one line each: its base, the memory it takes and
+what it does, in the words of its head comment.
 """
+COLUMNS = ("recipe", "base", "memory", "what it does")
 
 
 def run(words: list[str]) -> int:
     if words:
         raise ConfigError(f"recipes takes no arguments, not {' '.join(words)}")
-    shelf = recipes()
-    width = max(len(name) for name in shelf)
-    for name, recipe in shelf.items():
-        comment = recipe.comment
-        print(f"{name:<{width}}  {comment[0] if comment else '(no head comment)'}")
+    rows = [COLUMNS, *(_row(recipe) for recipe in recipes().values())]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+    for row in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]))
     return 0
+
+
+def _row(recipe: Recipe) -> tuple[str, str, str, str]:
+    comment = recipe.comment
+    what = comment[0] if comment else "(no head comment)"
+    return recipe.name, _said(comment, "Base"), _said(comment, "Memory"), what
+
+
+def _said(comment: list[str], topic: str) -> str:
+    """What a head comment says of a topic, in short: `Memory: 5.7 GiB before ... (NF4 ...)` is `5.7 GiB before ...`."""
+    for line in comment:
+        if line.startswith(f"{topic}: "):
+            return re.split(r" \(|[,;:.](?: |$)", line.removeprefix(f"{topic}: "))[0]
+    return "-"

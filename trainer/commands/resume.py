@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainer.commands.arguments import run_argument
+from trainer.config.schema import Resume
 
 HELP = """trainer resume run=DIR
 
@@ -14,5 +17,6 @@ def run(words: list[str]) -> int:
     folder, saved = run_argument(words, allowed=())
     from trainer.training.train import run_training
 
-    run_training(saved, folder)
+    train = replace(saved.config.train, resume=Resume.auto)  # whatever was said about a second start: this is one
+    run_training(replace(saved, config=replace(saved.config, train=train)), folder)
     return 0

@@ -3,76 +3,115 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra import main as hydra_main
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.commands.report_error import report
-from trainer.config.compose import CONF, check, compose, parse, register, to_run
-from trainer.errors import TrainerError
+from trainer.commands.sweep import run_sweep
+from trainer.config.compose import Planned, compose, plan, quoted, register
+from trainer.config.device import check_device
+from trainer.config.shelf import CONF
+from trainer.errors import ConfigError, StorageError, TrainerError, closest
 from trainer.tracking.run_folder import check_usable
 
-FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd"}
-"""Hydra's flags that take the next word."""
+SWEEP_FLAGS = ("-m", "--multirun")
+SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
+"""Print what is composed."""
+HYDRA_FLAGS = ("--hydra-help", "--shell-completion", "-sc")
+"""Are about Hydra, not about a run."""
+RUN_FLAGS = ("--run", "-r")
+VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
+"""Take the next word."""
+FLAGS = (*SWEEP_FLAGS, *SHOW_FLAGS, *HYDRA_FLAGS, *RUN_FLAGS)
 
 HELP = """trainer train [key=value ...] [-m]    (the word train may be left out)
 
 Fine-tunes. Picks options (optim=adamw), changes values (optim.learning_rate=1e-4), starts from a recipe (recipe=NAME).
---cfg job prints the composed configuration. -m sweeps over comma-separated values, sweep=NAME runs a prepared sweep.
+--cfg job prints the composed configuration. -m sweeps over comma-separated values, sweep=NAME runs a prepared sweep:
+each trial has its own process and subfolder; the same command with the same output_dir= runs what is missing.
 """
 
 
 def run(words: list[str]) -> int:
     """Checks everything that can be checked without torch, then lets Hydra run the job or the sweep."""
     flags, overrides = _split(words)
-    sweeping = any(flag in ("-m", "--multirun") for flag in flags) or _sweep_chosen(overrides)
-    if sweeping:
-        check(parse(overrides))
-    else:
-        planned = compose(overrides)
-        if not flags:
-            check_usable(Path(planned.config.output_dir))
-    register()
-    sys.argv = [sys.argv[0], *flags, *overrides]
-    hydra_main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    if any(flag in HYDRA_FLAGS for flag in flags):
+        register()
+        _enter_hydra(lambda composed: None, [*flags, *overrides])
+        return 0
+    if any(flag.partition("=")[0] in SHOW_FLAGS for flag in flags):
+        compose(overrides)
+        _enter_hydra(lambda composed: None, [*flags, *overrides])
+        return 0
+    planned = plan(overrides, multirun=any(flag in SWEEP_FLAGS for flag in flags))
+    try:
+        check_device(planned.run.config.device)
+        return _run_one(planned) if planned.trials is None else run_sweep(planned, _enter_hydra)
+    except TrainerError as error:
+        return report(error, planned.run.config.debug)
+
+
+def _run_one(planned: Planned) -> int:
+    """Trains in this process, in the folder that Hydra makes."""
+    check_usable(planned.folder)
+    raised: list[Exception] = []
+
+    def job(composed: DictConfig) -> None:
+        try:
+            from trainer.training.train import run_training
+
+            run_training(planned.run, planned.folder.absolute())
+        except Exception as error:  # Hydra would print it in its own way
+            raised.append(error)
+
+    with _making(planned.folder):
+        _enter_hydra(job, [f"hydra.run.dir={quoted(planned.folder)}", *planned.words])
+        if raised:
+            raise raised[0]
     return 0
 
 
-def job(composed: DictConfig) -> float:
-    """What Hydra calls for a run, and in a process of its own for each trial of a sweep; returns the metric."""
-    from trainer.training.train import run_training
+def _enter_hydra(job: Callable[[DictConfig], float | None], words: list[str]) -> None:
+    sys.argv = [sys.argv[0], *words]
+    hydra_main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
 
-    hydra = HydraConfig.get()
-    choices = {group: choice for group, choice in hydra.runtime.choices.items() if "/" not in group}
-    run = to_run(composed, choices, list(hydra.overrides.task))
-    debug = run.config.debug
+
+@contextmanager
+def _making(folder: Path) -> Iterator[None]:
+    """Makes the folder; where the run fails before it begins, no folder made for it is left, nor its parents."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        summary = run_training(run, Path(hydra.runtime.output_dir))
-    except TrainerError as error:
-        code = report(error, debug)
-        if hydra.mode is RunMode.MULTIRUN:
-            return float("nan")  # the other trials go on; the summary of this one says what happened
-        raise SystemExit(code) from None
-    metric = summary["eval_loss"] if summary["eval_loss"] is not None else summary["final_loss"]
-    return float("nan") if metric is None else metric
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"output_dir={folder}: cannot be made: {error.strerror}.") from None
+        yield
+    except BaseException:
+        with suppress(OSError):  # only empty ones go
+            for path in made:
+                with suppress(FileNotFoundError):
+                    path.rmdir()
+        raise
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides."""
-    flags, overrides = [], []
+    """Hydra's flags with their values, and the overrides. Raises ConfigError for flags that are not known."""
+    flags, overrides, unknown = [], [], []
     remaining = iter(words)
     for word in remaining:
         if not word.startswith("-"):
             overrides.append(word)
             continue
+        name, equals, _ = word.partition("=")
+        if name not in FLAGS:
+            unknown.append(f"{name}{closest(name, FLAGS)}")
         flags.append(word)
-        if word in FLAGS_WITH_VALUE:
+        if name in VALUE_FLAGS and not equals:
             flags.append(next(remaining, ""))
+    if unknown:
+        raise ConfigError(f"unknown flag {', '.join(unknown)}. Allowed: {', '.join(FLAGS)}")
     return flags, overrides
-
-
-def _sweep_chosen(overrides: list[str]) -> bool:
-    return any(word.startswith("sweep=") and word not in ("sweep=null", "sweep=") for word in overrides)

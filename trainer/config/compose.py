@@ -1,84 +1,46 @@
-"""From words on the command line to a typed, closed configuration.
-
-Hydra composes; this module makes sure that nothing a user writes can vanish: every key in an override or a recipe is
-held against the dataclass fields (Hydra itself lets `+group.key=1` pass and drops it), every value against its type,
-and all mistakes are reported at once.
-"""
+"""From words on the command line to a typed, closed configuration. Hydra composes what `check` has let pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config.check import check, for_hydra, parse, problems_in, without_null_picks
 from trainer.config.registry import OPTIONS
 from trainer.config.rules import broken_rules
 from trainer.config.saved import Run
 from trainer.config.schema import SECTIONS, Config, Train
-from trainer.config.types import fields_of, value_problem
-from trainer.errors import ConfigError, closest, listing
-from trainer.resources import shipped
-
-CONF = shipped("conf")
-GROUPS = (*SECTIONS, "train", "sweep", "recipe")
+from trainer.config.shelf import CONF, GROUPS, options, recipes
+from trainer.config.types import fields_of
+from trainer.errors import ConfigError, listing
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One YAML of the group `recipe`."""
+class Planned:
+    """What a command line asks for, with everything checked that can be checked without torch."""
 
-    name: str
-    file: Path
-
-    @property
-    def comment(self) -> list[str]:
-        """Lines of the head comment."""
-        lines = []
-        for line in self.file.read_text(encoding="utf-8").splitlines():
-            if not line.startswith("#"):
-                break
-            if not line.startswith("# @package"):
-                lines.append(line.removeprefix("#").strip())
-        return lines
-
-    def tree(self) -> dict[str, Any]:
-        """Its content. Raises ConfigError where it is no YAML mapping."""
-        try:
-            tree = yaml.safe_load(self.file.read_text(encoding="utf-8")) or {}
-        except yaml.YAMLError as error:
-            line = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-            raise ConfigError(f"{self.file}{line}: not YAML: {getattr(error, 'problem', error)}.") from None
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{self.file}: a recipe is a mapping of keys to values.")
-        return tree
-
-
-def recipes() -> dict[str, Recipe]:
-    """Packaged recipes and the user's own in ./recipes; the user's win."""
-    found: dict[str, Recipe] = {}
-    for folder in (shipped("recipes"), Path.cwd() / "recipes"):
-        for file in sorted(folder.glob("*.yaml")):
-            found[file.stem] = Recipe(file.stem, file)
-    return found
-
-
-def options(group: str) -> list[str]:
-    """Names that can be picked in a group."""
-    if group == "recipe":
-        return sorted(recipes())
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    run: Run
+    """the run; in a sweep what its trials share"""
+    folder: Path
+    """the run's folder, or the sweep's, which holds those of the trials"""
+    words: list[str]
+    """the overrides as Hydra takes them"""
+    trials: list[list[str]] | None
+    """in a sweep the overrides of each trial"""
 
 
 def register() -> None:
@@ -90,249 +52,144 @@ def register() -> None:
         for name, cls in classes.items():
             store.store(group=f"schema/{group}", name=name, node=cls)
     for recipe in recipes().values():
-        node = {**recipe.tree(), "recipe": recipe.name}
+        try:
+            node = {**recipe.tree(), "recipe": recipe.name}
+        except ConfigError:
+            continue  # said by `check` to whoever picks it
         store.store(group="recipe", name=recipe.name, node=node, package="_global_")
 
 
 def compose(words: list[str]) -> Run:
     """The run that these overrides describe. Raises ConfigError with all mistakes."""
-    parsed = parse(words)
-    check(parsed)
-    with _hydra():
-        register()
-        try:
-            composed = hydra_compose("config", overrides=words, return_hydra_config=True)
-            choices = {g: c for g, c in composed.hydra.runtime.choices.items() if g in GROUPS}
-            run = to_run(composed, dict(choices), words)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_first_sentence(error)) from error
-    problems = broken_rules(run.config)
-    if problems:
-        raise ConfigError(listing(problems))
+    overrides = without_null_picks(parse(words))
+    check(overrides)
+    with composing([o.input_line for o in overrides]) as composed:
+        run = to_run(composed, words)
+    _check_rules([run.config])
     return run
 
 
-def to_run(composed: DictConfig, choices: dict[str, str], overrides: list[str]) -> Run:
-    """Typed dataclasses from a composed tree."""
-    values = {}
-    for name in fields_of(Config):
-        node = composed[name]
-        values[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
-    return Run(Config(**values), {g: c for g, c in choices.items() if c is not None}, overrides)
+def plan(words: list[str], multirun: bool = False) -> Planned:
+    """The run, or the sweep (`multirun`, or a sweep that the words pick). Raises ConfigError with all mistakes."""
+    overrides = without_null_picks(parse(words))
+    if not (multirun or any(o.key_or_group == "sweep" for o in overrides)):
+        check(overrides)
+    typed = expand(overrides)
+    _check_each(typed)
+    hydra_words = [o.input_line for o in overrides if o.is_hydra_override()]
+    with composing([*typed[0], *hydra_words]) as composed:
+        sweeping = multirun or composed.hydra.mode is RunMode.MULTIRUN
+        folder = Path(composed.hydra.sweep.dir if sweeping else composed.hydra.run.dir)
+        params = composed.hydra.sweeper.get("params") or {}
+        run = to_run(composed, words)
+    if not sweeping:
+        _check_rules([run.config])
+        return Planned(run, folder, for_hydra(overrides), None)
+    trials = expand([*parse([f"{key}={values}" for key, values in params.items()]), *overrides])
+    _check_each(trials)
+    _check_rules(_config_of(trial) for trial in trials)
+    return Planned(run, folder, for_hydra(overrides), trials)
+
+
+def expand(overrides: list[Override]) -> list[list[str]]:
+    """The overrides of each trial: all combinations, the last key varying fastest, as Hydra's own sweeper counts."""
+    by_key: dict[str, list[str]] = {}
+    for override in overrides:
+        if override.is_hydra_override():
+            continue
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            by_key[key] = [f"{key}={value}" for value in _swept(override)]
+        else:
+            by_key[key] = [override.input_line]
+    return [list(trial) for trial in product(*by_key.values())]
+
+
+def _swept(override: Override) -> list[str]:
+    """The values of a sweep over one key. Raises ConfigError where there are none, or none that can be counted."""
+    key, values = override.key_or_group, []
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        values = override.value().filter(options(key)) if key in GROUPS else []
+    elif override.is_discrete_sweep():
+        values = list(override.sweep_string_iterator())
+    if not values:
+        known = f" Options: {', '.join(options(key))}" if key in GROUPS else ""
+        raise ConfigError(f"{override.input_line}: no values to try. Give them one by one: {key}=a,b,c.{known}")
+    return values
+
+
+def _check_each(trials: list[list[str]]) -> None:
+    """Raises ConfigError with the mistakes of all trials that show before composing."""
+    problems = [problem for trial in trials for problem in problems_in(parse(trial))]
+    if problems:
+        raise ConfigError(listing(list(dict.fromkeys(problems))))
+
+
+def _check_rules(configs: Iterable[Config]) -> None:
+    """Raises ConfigError with the rules that the configurations break, and which do where not all do."""
+    broken: dict[str, list[str]] = {}
+    count = 0
+    for count, config in enumerate(configs, start=1):
+        for problem in broken_rules(config):
+            broken.setdefault(problem, []).append(str(count - 1))
+    problems = [p if len(n) == count else f"{p} (trial {', '.join(n)})" for p, n in broken.items()]
+    if problems:
+        raise ConfigError(listing(problems))
+
+
+def _config_of(trial: list[str]) -> Config:
+    with composing(trial) as composed:
+        return to_run(composed, trial).config
+
+
+def to_run(composed: DictConfig, overrides: list[str]) -> Run:
+    """Typed dataclasses from a composed tree with Hydra's own node."""
+    picked = {group: choice for group, choice in composed.hydra.runtime.choices.items() if group in GROUPS}
+    return Run(_config(composed), {group: choice for group, choice in picked.items() if choice is not None}, overrides)
 
 
 def from_saved(choices: dict[str, str], values: dict[str, Any]) -> Config:
     """The configuration of a run folder: its options composed anew, with its own values in every key."""
     picks = [f"{group}={choice}" for group, choice in choices.items() if group in SECTIONS]
-    with _hydra():
-        register()
-        try:
-            composed = hydra_compose("config", overrides=picks)
-            merged = OmegaConf.merge(composed, values)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(f"the saved configuration does not fit this version: {_first_sentence(error)}") from error
-        return to_run(merged, choices, []).config
-
-
-def parse(words: list[str]) -> list[Override]:
-    """Hydra's own grammar. Raises ConfigError for all words that are not of it."""
-    parser, parsed, problems = OverridesParser.create(), [], []
-    for word in words:
-        try:
-            parsed += parser.parse_overrides([word])
-        except OverrideParseException as error:
-            reason = str(error).splitlines()[0]
-            problems.append(f"{word}: not of the form key=value ({reason})")
-    if problems:
-        raise ConfigError(listing(problems))
-    return parsed
-
-
-def check(overrides: list[Override]) -> None:
-    """Raises ConfigError for unknown options, keys and values of the wrong type, in overrides and in the recipe."""
-    problems: list[str] = []
-    choices = _default_choices()
-    known_recipes = recipes()
-    picked = {o.key_or_group: o for o in overrides if o.key_or_group in GROUPS}
-    recipe_tree: dict[str, Any] = {}
-    chosen_recipe = None
-    if "recipe" in picked:
-        for name in _values(picked["recipe"]):
-            if name is not None and name not in known_recipes:
-                problems.append(_unknown_option("recipe", name))
-            elif name is not None:
-                chosen_recipe = known_recipes[name]
-    if chosen_recipe is not None:
-        recipe_tree = chosen_recipe.tree()
-        for entry in recipe_tree.pop("defaults", []):
-            problems += _take_default(entry, chosen_recipe, choices)
-    for group, override in picked.items():
-        for name in _values(override):
-            if group != "recipe" and name not in options(group) and not (group == "sweep" and name is None):
-                problems.append(_unknown_option(group, name))
-            elif group != "recipe":
-                choices[group] = name
-    schemas = {group: schema_of(group, choice) for group, choice in choices.items() if group in (*SECTIONS, "train")}
-    values = {group: option_values(group, choice) for group, choice in choices.items() if group in SECTIONS}
-    if chosen_recipe is not None:
-        for key, value in _leaves(recipe_tree, schemas):
-            problem = _problem(key, value, schemas, values, adding=False)
-            if problem:
-                problems.append(f"{_place(chosen_recipe.file, key)}: {problem}")
-            elif key.startswith("model.architecture."):
-                values["model"].setdefault("architecture", {})[key.split(".", 2)[2]] = value
-    for override in overrides:
-        key = override.key_or_group
-        if key in GROUPS or key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            continue
-        if override.is_delete():
-            problems.append(f"~{key}: a setting cannot be taken away, every one has a value")
-            continue
-        for value in _values(override):
-            problem = _problem(key, value, schemas, values, adding=override.is_add() or override.is_force_add())
-            if problem:
-                problems.append(problem)
-    if problems:
-        raise ConfigError(listing(list(dict.fromkeys(problems))))
-
-
-def schema_of(group: str, choice: str) -> type:
-    """The dataclass that types an option: its YAML names it."""
-    if group == "train":
-        return Train
-    tree = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text(encoding="utf-8"))
-    name = tree["defaults"][0].removeprefix(f"/schema/{group}/").removesuffix("@_here_")
-    return OPTIONS[group][name]
-
-
-def option_values(group: str, choice: str) -> dict[str, Any]:
-    """The values in an option's YAML."""
-    tree = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text(encoding="utf-8"))
-    tree.pop("defaults")
-    return tree
-
-
-def _default_choices() -> dict[str, str]:
-    tree = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))
-    choices = {}
-    for entry in tree["defaults"]:
-        if isinstance(entry, dict):
-            for group, choice in entry.items():
-                if group in (*SECTIONS, "train"):
-                    choices[group] = choice
-    return choices
-
-
-def _take_default(entry: Any, recipe: Recipe, choices: dict[str, str]) -> list[str]:
-    """Notes what one entry of a recipe's defaults list picks."""
-    problems = []
-    for word, choice in entry.items() if isinstance(entry, dict) else []:
-        group = word.removeprefix("override ").strip().removeprefix("/")
-        if group.startswith("hydra"):
-            continue
-        if group not in GROUPS:
-            problems.append(f"{recipe.file}: unknown group {group}{closest(group, GROUPS)}")
-        elif choice not in options(group):
-            problems.append(f"{recipe.file}: {_unknown_option(group, choice)}")
-        else:
-            choices[group] = choice
-    return problems
-
-
-def _unknown_option(group: str, name: Any) -> str:
-    known = options(group)
-    return f"{group}={name}: no such option{closest(str(name), known)}. Allowed: {', '.join(known)}"
-
-
-def _problem(key: str, value: Any, schemas: dict[str, type], values: dict[str, Any], adding: bool) -> str | None:
-    """What is wrong with key=value, or None."""
-    section, _, rest = key.partition(".")
-    root = fields_of(Config)
-    if section not in root:
-        return f"{key}: unknown key{closest(key, _all_keys(schemas))}"
-    if not rest:
-        if section in schemas:
-            return f"{key}={value}: is a group with the options {', '.join(options(section))}"
-        return value_problem(key, value, root[section].type)
-    if section not in schemas:
-        return f"{key}: unknown key; {section} has no parts"
-    fields = fields_of(schemas[section])
-    name, _, inner = rest.partition(".")
-    if name not in fields:
-        hint = closest(name, fields) or closest(key, _all_keys(schemas), cutoff=0.8)
-        return f"{key}: unknown key{hint}. {section} has: {', '.join(fields) or 'no keys'}"
-    if not inner:
-        return value_problem(key, value, fields[name].type)
-    inside = values.get(section, {}).get(name)
-    if not isinstance(inside, dict):
-        return f"{key}: unknown key; {section}.{name} has no parts"
-    if inner.split(".")[0] not in inside and not adding:
-        return (
-            f"{key}: unknown key{closest(inner, inside)}. {section}.{name} has: {', '.join(inside)}. "
-            f"To add a field, write +{key}="
-        )
-    return None
-
-
-def _all_keys(schemas: dict[str, type]) -> list[str]:
-    """Every key of the configuration with these options, and its bare name's full form."""
-    keys = [name for name in fields_of(Config) if name not in schemas]
-    for section, cls in schemas.items():
-        keys += [f"{section}.{name}" for name in fields_of(cls)]
-    return keys
-
-
-def _leaves(tree: dict[str, Any], schemas: dict[str, type], prefix: str = "") -> list[tuple[str, Any]]:
-    """key, value pairs of a recipe's own tree; what stands in a field is a value, whatever its shape."""
-    leaves: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key == "hydra" or key == "recipe":
-            continue
-        open_section = key in schemas or key == "model.architecture"
-        if isinstance(value, dict) and open_section:
-            leaves += _leaves(value, schemas, f"{key}.")
-        else:
-            leaves.append((key, value))
-    return leaves
-
-
-def _place(file: Path, key: str) -> str:
-    """file:line of a key in a YAML file."""
-    node = yaml.compose(file.read_text(encoding="utf-8"))
-    line = node.start_mark.line
-    for part in key.split("."):
-        for name, value in getattr(node, "value", []):
-            if name.value == part:
-                node, line = value, name.start_mark.line
-                break
-    return f"{file}:{line + 1}"
-
-
-def _values(override: Override) -> list[Any]:
-    """The value, or each value of a sweep that can be listed."""
-    if not override.is_sweep_override():
-        value = override.value()
-        return [value]
-    if override.is_interval_sweep():
-        interval = override.value()
-        return [interval.start, interval.end]
-    if override.is_glob_sweep():
-        return []
-    return [yaml.safe_load(text) for text in override.sweep_string_iterator()]
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    try:
+        with composing(picks) as composed:
+            return _config(OmegaConf.merge(composed, values))
+    except ConfigError as error:
+        raise ConfigError(f"the saved configuration does not fit this version: {error}") from error
 
 
 @contextmanager
-def _hydra():
-    """Hydra's compose API over conf/, also while a job of hydra.main runs."""
+def composing(words: list[str]) -> Iterator[DictConfig]:
+    """The composed tree, through Hydra's compose API over conf/, also while a job of hydra.main runs.
+
+    Inside, interpolations resolve; what Hydra or OmegaConf raise there becomes a ConfigError.
+    """
     saved = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            yield
+            register()
+            yield hydra_compose("config", overrides=for_hydra(parse(words)), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_in_short(error)) from error
     finally:
         GlobalHydra.instance().hydra = saved
+
+
+def quoted(value: object) -> str:
+    """A value as Hydra's grammar takes it, whatever characters it holds."""
+    return QuotedString(str(value), Quote.single).with_quotes()
+
+
+def _config(composed: DictConfig) -> Config:
+    values = {}
+    for name in fields_of(Config):
+        node = composed[name]
+        values[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
+    return Config(**values)
+
+
+def _in_short(error: BaseException) -> str:
+    """Hydra's first line, and that of what caused it."""
+    lines = [str(part).strip().split("\n")[0] for part in (error, error.__cause__) if part is not None]
+    return ": ".join(dict.fromkeys(line.rstrip(".") for line in lines if line))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from trainer.config.schema import Config
+from trainer.errors import StorageError
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 
@@ -47,20 +49,40 @@ def save_run(run: Run, folder: Path) -> None:
     """Writes config.yaml and overrides.yaml."""
     text = yaml.safe_dump({"choices": run.choices, **to_plain(run.config)}, sort_keys=False, allow_unicode=True)
     head = "# Resolved configuration of this run; choices names the option picked in each group.\n"
-    (folder / CONFIG).write_text(head + text, encoding="utf-8")
-    (folder / OVERRIDES).write_text(yaml.safe_dump(list(run.overrides), allow_unicode=True), encoding="utf-8")
+    _replace(folder / OVERRIDES, yaml.safe_dump(list(run.overrides), allow_unicode=True))
+    _replace(folder / CONFIG, head + text)  # last: it says that a run is here
 
 
 def load_run(folder: Path) -> Run | None:
-    """The run saved in a folder, or None where there is none."""
+    """The run saved in a folder, or None where there is none. Raises StorageError where its files are damaged."""
     from trainer.config.compose import from_saved
 
     if not (folder / CONFIG).is_file():
         return None
-    values = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    overrides = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8"))
-    choices = values.pop("choices")
+    values, overrides = _read(folder / CONFIG, dict), _read(folder / OVERRIDES, list)
+    choices = values.pop("choices", None)
+    if not isinstance(choices, dict):
+        raise StorageError(f"{folder / CONFIG}: is not the configuration of a run (it has no choices).")
     return Run(from_saved(choices, values), choices, overrides)
+
+
+def _read(file: Path, kind: type) -> Any:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StorageError(f"{file}: is damaged: {str(error).splitlines()[0]}.") from None
+    if not isinstance(content, kind):
+        raise StorageError(f"{file}: is damaged: it holds no {'mapping' if kind is dict else 'list'}.")
+    return content
+
+
+def _replace(file: Path, text: str) -> None:
+    """The file has its old content or the new one, never a part: a run that cannot be read cannot be resumed."""
+    building = file.with_name(f".{file.name}.building")
+    building.write_text(text, encoding="utf-8")
+    os.replace(building, file)
 
 
 def differences(old: Run, new: Run, free: tuple[str, ...]) -> list[tuple[str, Any, Any]]:

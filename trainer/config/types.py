@@ -30,7 +30,7 @@ def value_problem(key: str, value: Any, kind: Any) -> str | None:
         return None
     options = _enum_names(kind)
     hint = closest(str(value), options) if options else ""
-    return f"{key}={_shown(value)}: must be {_words(kind)}{hint}"
+    return f"{key}={shown(value)}: must be {_words(kind)}{hint}"
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -90,5 +90,6 @@ def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as the user writes it."""
     return "null" if value is None else str(value)

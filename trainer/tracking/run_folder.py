@@ -27,7 +27,7 @@ class RunFolder:
 
     def open(self) -> None:
         """Makes the folder and takes its lock. Raises StorageError where it cannot, or where another run is at work."""
-        check_usable(self.path)
+        self.check()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -40,6 +40,10 @@ class RunFolder:
             raise StorageError(
                 f"output_dir={self.path}: another process is running in this folder. Choose another output_dir."
             ) from None
+
+    def check(self) -> None:
+        """Raises StorageError where the folder is not for this."""
+        check_usable(self.path)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -73,8 +77,7 @@ class RunFolder:
 
 def check_usable(path: Path) -> None:
     """Raises StorageError for a folder that holds something other than a run, or that cannot be written."""
-    if path.exists() and not path.is_dir():
-        raise StorageError(f"output_dir={path}: is a file, not a folder.")
+    check_writable(path)
     if path.is_dir():
         others = [e.name for e in path.iterdir() if e.name not in (".lock", "train.log")]
         if others and not (path / "config.yaml").is_file():
@@ -82,9 +85,15 @@ def check_usable(path: Path) -> None:
                 f"output_dir={path}: the folder holds other things ({', '.join(sorted(others)[:3])}) and no run. "
                 "Choose a new or empty folder."
             )
-    parent = next(p for p in (path, *path.parents) if p.exists())
-    if not os.access(parent, os.W_OK):
-        raise StorageError(f"output_dir={path}: no permission to write in {parent}.")
+
+
+def check_writable(path: Path) -> None:
+    """Raises StorageError where no such folder can be, or be written in."""
+    nearest = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    if not nearest.is_dir():
+        raise StorageError(f"output_dir={path}: {nearest} is a file, not a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise StorageError(f"output_dir={path}: no permission to write in {nearest}.")
 
 
 def new_run_id() -> str:

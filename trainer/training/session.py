@@ -21,6 +21,7 @@ from trainer.config.saved import Run
 from trainer.config.schema import Device
 from trainer.data.load import load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
+from trainer.data.prefetch import PrefetchingSteps
 from trainer.data.templates import dress
 from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
@@ -102,7 +103,7 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
     _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
-    steps = TrainingSteps(train_set, config.packing, config.train, config.seed)
+    steps = PrefetchingSteps(train_set, config.packing, config.train, config.seed, pin=device.type == "cuda")
     with stages.stage("plan"):
         plan = plan_run(config, model_config, dtypes, steps)
     if plan.train is not config.train:
