@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 
@@ -14,6 +15,7 @@ from trainer.errors import ConfigError, TrainerError, closest
 COMMANDS = {
     "train": "fine-tune (the default)",
     "data": "audit the data as it would be trained on; show=N prints samples",
+    "plan": "predict memory and speed, before any download",
     "recipes": "list the recipes",
     "resume": "continue a stopped run: run=DIR",
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
@@ -26,6 +28,7 @@ def main() -> int:
     # A waiting OpenMP thread spins by default: beside any other busy process every operation then takes a time slice,
     # measured 13 times slower. Read when torch loads, so it is set before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, _terminated)
     words = sys.argv[1:]
     debug = "debug=true" in [word.lower() for word in words]
     try:
@@ -49,7 +52,7 @@ def dispatch(words: list[str]) -> int:
         print(f"trainer {__version__}")
         return 0
     name, rest = "train", words
-    if words and not words[0].startswith("-") and "=" not in words[0]:
+    if words and not words[0].startswith(("-", "+", "~")) and "=" not in words[0]:
         name, rest = words[0], words[1:]
         if name not in COMMANDS:
             raise ConfigError(
@@ -65,6 +68,12 @@ def dispatch(words: list[str]) -> int:
             print(_module(name).HELP)
         return 0
     return _module(name).run(rest)
+
+
+def _terminated(signum: int, frame: object) -> None:
+    """SIGTERM where nothing can be lost yet; a run in progress has its own handler."""
+    print("trainer: terminated", file=sys.stderr)
+    raise SystemExit(128 + signum)
 
 
 def _module(name: str):
