@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from trainer.config.saved import Run
 from trainer.data.chat import Encoder
-from trainer.data.formats import BadRow
+from trainer.data.formats import BadRow, Message
 from trainer.data.options import TrainOn
 from trainer.errors import DataError, ModelError
-from trainer.export.generate import answer
+from trainer.export.generate import Say, answer, answer_many
 from trainer.model.load import load_base, load_config
 from trainer.model.new_tokens import grow
 from trainer.model.options import Weights
@@ -30,12 +31,36 @@ class Trained:
     end_tokens: list[int]
     dtypes: Dtypes
 
-    def answer(self, messages: list[dict[str, str]], max_new_tokens: int) -> str:
-        """The greedy answer. Raises DataError where the template refuses the messages."""
+    @property
+    def positions(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return self.model.config.max_position_embeddings
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """Tokens up to where the answer starts. Raises DataError where the template refuses the messages."""
         try:
-            return answer(self.model, self.encoder, messages, self.end_tokens, max_new_tokens, self.dtypes)
+            return self.encoder.prompt(messages)
         except BadRow as error:
-            raise DataError(str(error)) from None
+            raise DataError(f"{error}.") from None
+
+    def answer(self, messages: list[Message], max_new_tokens: int, say: Say | None = None) -> str:
+        """The greedy answer; `say` hears it piece by piece. Raises DataError where the template refuses."""
+        self._check_length(self.prompt(messages), max_new_tokens)
+        return answer(self.model, self.encoder, messages, self.end_tokens, max_new_tokens, self.dtypes, say)
+
+    def answer_many(self, dialogues: Sequence[list[Message]], max_new_tokens: int) -> list[str]:
+        """Greedy answers of one batch."""
+        prompts = [self.prompt(messages) for messages in dialogues]
+        for prompt in prompts:
+            self._check_length(prompt, max_new_tokens)
+        return answer_many(self.model, self.encoder, prompts, self.end_tokens, max_new_tokens, self.dtypes)
+
+    def _check_length(self, prompt: list[int], max_new_tokens: int) -> None:
+        if len(prompt) + max_new_tokens > self.positions:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more than the "
+                f"model's {self.positions} positions. Shorten it, or lower max_new_tokens."
+            )
 
 
 def load_trained(run: Run, folder: Path) -> Trained:
@@ -58,7 +83,13 @@ def load_trained(run: Run, folder: Path) -> Trained:
         peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base
         model = base
     else:
-        model = AutoModelForCausalLM.from_pretrained(result, dtype=dtypes.compute, device_map={"": device})
+        model = AutoModelForCausalLM.from_pretrained(
+            result,
+            dtype=dtypes.compute,
+            device_map={"": device},
+            use_safetensors=True,
+            trust_remote_code=config.model.trust_remote_code,
+        )
     tokenizer = AutoTokenizer.from_pretrained(result)
     end = GenerationConfig.from_pretrained(result).eos_token_id
     return Trained(model, Encoder(tokenizer, TrainOn.assistant), end if isinstance(end, list) else [end], dtypes)
