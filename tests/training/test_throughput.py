@@ -1,0 +1,59 @@
+"""The arithmetic behind MFU against a count by hand and against torch's flop counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.factories import llama, option, packed_batch, padded_batch, random_tokens
+from trainer.training.losses import Full
+from trainer.training.throughput import count_arithmetic, peak_flops
+
+TOKENS = random_tokens([32, 32], targets=2.0)
+N = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
+NH = 300 * 64
+
+
+def adapter_weights() -> int:
+    linears = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
+    return 2 * sum(16 * (i + o) for i, o in linears)
+
+
+@pytest.mark.parametrize("base_trains", [False, True])
+def test_by_hand(base_trains):
+    adapter = 0 if base_trains else adapter_weights()
+    batch = packed_batch(TOKENS)
+    assert batch.num_targets == 62
+    attention = 3 * 2 * (2 * 4 * 16) * (32**2 + 32**2)
+    passes = 6 if base_trains else 4
+    expected = 64 * (passes * N + 6 * adapter) + 62 * passes * NH + attention
+    arithmetic = count_arithmetic(llama(), adapter, base_trains)
+    assert arithmetic.flops(batch) == expected
+    assert arithmetic.flops(padded_batch(TOKENS)) == expected, "padding is no useful work"
+
+
+@pytest.mark.parametrize("trains", ["lora", "none"])
+def test_torchs_counter_agrees(trains):
+    """It counts every position's logits, the whole T x T of attention (we the causal half), and block 0's input."""
+    base = llama("eager")
+    option("adapter", trains).attach(base)
+    batch = padded_batch(TOKENS)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        Full().sum(base, batch).backward()
+    adapter = 0 if trains == "none" else adapter_weights()
+    ours = count_arithmetic(llama(), adapter, trains == "none").flops(batch)
+    attention = 6 * (2 * 4 * 16) * 2 * 32**2
+    head = (64 - 62) * (6 if trains == "none" else 4) * NH
+    assert ours + attention + head == pytest.approx(counter.get_total_flops(), rel=0.06)
+
+
+def test_a_device_without_a_known_peak_has_no_mfu():
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_the_longest_matching_name_wins(monkeypatch):
+    for name, peak in (("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("NVIDIA H200", 989e12), ("Some Card", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda")) == peak
