@@ -36,14 +36,14 @@ def in_child(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def kill_after_step(step: int) -> None:
-    """From now on this process ends by SIGKILL as soon as everything due after `step` is done."""
+def kill_after_step(step: int, signum: int = signal.SIGKILL) -> None:
+    """From now on this process gets the signal as soon as everything due after `step` is done."""
     real = Watch.after_step
 
     def after_step(self, state, grad_norm):
         real(self, state, grad_norm)
         if state.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signum)
 
     Watch.after_step = after_step
 
