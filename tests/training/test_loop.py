@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.factories import FP32, llama, padded_batch, random_tokens, summed_loss
 from tests.support import metrics, train_here
@@ -407,3 +408,36 @@ def assert_no_growth(base_overrides, tmp_path, monkeypatch, num_steps):
     (count, size), (last_count, last_size) = live[20], live[num_steps]
     assert count == last_count
     assert abs(size - last_size) < 8192, "more than the batches of the two steps differ by"
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of a tensor's value by Python: on a GPU each waits for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation is torch.ops.aten._local_scalar_dense.default
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overrides", [("packing=best_fit", "loss=chunked"), ("packing=none", "loss=full")])
+def test_one_value_is_read_an_optimizer_step(overrides):
+    """Micro-batches read nothing; the finite check of the gradient norm is the one read."""
+
+    def reads(accumulation: int, num_steps: int) -> int:
+        trace = [
+            *overrides,
+            "train.micro_batch_tokens=64",
+            "train.micro_batch_size=2",
+            f"train.accumulation_steps={accumulation}",
+            f"train.max_steps={num_steps}",
+        ]
+        with Reads() as mode:
+            run_loop(random_tokens(LENGTHS), trace)
+        return mode.count
+
+    # run_loop's own trace reads the loss once a step too.
+    assert reads(1, 5) - reads(1, 2) == 2 * 3
+    assert reads(2, 5) - reads(2, 2) == 2 * 3

@@ -154,7 +154,7 @@ def test_rows_have_the_contracts_fields_and_add_up(job, tmp_path):
     assert [row["step"] for row in rows] == [3, 6, 8]
     for row in rows:
         assert set(TRAIN_FIELDS) <= set(row)
-        assert row["mfu"] is None, "no peak is known for a CPU"
+        assert 0 < row["mfu"] < 1.5, "a share of the matrix products' rate, measured here; 1.5: a noisy machine"
         assert 0 < row["memory_allocated_gib"] <= row["memory_peak_gib"] <= row["rss_peak_gib"] * 4
         assert row["learning_rate"] == 1e-2
     every = metrics_of(job, tmp_path / "every")

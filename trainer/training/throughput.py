@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from trainer.model.adapters import decoder_linears
@@ -49,12 +51,12 @@ class Arithmetic:
     base_trains: bool
 
     def flops(self, batch: MicroBatch) -> float:
-        """Useful operations of forward and backward of one micro-batch."""
+        """Useful operations of forward and backward of one micro-batch, which is still on the host."""
         if batch.cu_seqlens is not None:
-            lengths = batch.cu_seqlens.diff().double()
+            lengths = np.diff(batch.cu_seqlens.numpy())
         else:
-            lengths = batch.attention_mask.sum(1).double()
-        attention = 2 * self.attention_width * float((lengths**2).sum())
+            lengths = batch.attention_mask.numpy().sum(1)
+        attention = 2 * self.attention_width * float((lengths.astype(np.float64) ** 2).sum())
         passes = 6 if self.base_trains else 4
         linear = batch.num_tokens * (passes * self.base_linear + 6 * self.adapter)
         return linear + batch.num_targets * passes * self.head + 3 * attention
@@ -74,10 +76,24 @@ def count_arithmetic(skeleton: PreTrainedModel, adapter_parameters: int, base_tr
     )
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's peak operations a second, or None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    matches = [key for key in PEAK_TFLOPS if key in name]
-    return PEAK_TFLOPS[max(matches, key=len)] * 1e12 if matches else None
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of square matrix products on this very device: what MFU is measured against.
+
+    The best of a few, which costs 0.1 s: clocks, other processes and power limits are part of the device as it is,
+    a data sheet's rate is not. A CPU is timed with the threads that torch has.
+    """
+    size, repeats = (8192, 10) if device.type == "cuda" else (1024, 4)
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        started = time.perf_counter()
+        a @ b
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -29,7 +29,8 @@ class Watch:
     bar: Bar
     metrics: Metrics
     tracker: Tracker | None
-    peak_flops: float | None
+    matmul_flops: float
+    """operations a second that this device reaches in matrix products; MFU is the share of them"""
     held_out: Callable[[], Iterable[MicroBatch]] | None
     evaluate: Callable[[Iterable[MicroBatch]], Evaluation]
     save: Callable[[State], Any]
@@ -70,7 +71,7 @@ class Watch:
         loss = float(window.loss_sum) / window.num_targets  # reads the device
         memory = self.loop.memory.read()
         self.peak_memory = max(self.peak_memory, memory.peak)
-        mfu = window.flops / window.seconds / self.peak_flops if self.peak_flops else None
+        mfu = window.flops / window.seconds / self.matmul_flops
         row = self.metrics.write(
             "train",
             step=state.step,
@@ -92,8 +93,7 @@ class Watch:
             f"step {state.step:>{len(str(self.loop.steps.num_steps))}}/{self.loop.steps.num_steps}"
             f"  loss {loss:.4f}  lr {row['learning_rate']:.2e}  grad norm {grad_norm:.3f}"
             f"  {row['tokens_per_second']:,.0f} tokens/s"
-            + (f"  mfu {mfu:.1%}" if mfu is not None else "")
-            + f"  memory {row['memory_peak_gib']:.2f} GiB"
+            f"  mfu {mfu:.1%}  memory {row['memory_peak_gib']:.2f} GiB"
         )
         state.last_loss = loss
         state.window, state.logged_step = Window(), state.step

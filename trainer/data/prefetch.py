@@ -1,0 +1,59 @@
+"""Micro-batches made ahead: while a step runs, a thread prepares the next one's, in pinned memory on a GPU."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trainer.data.batch import MicroBatch
+from trainer.data.loader import Position, TrainingSteps
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Train
+    from trainer.data.packing import Packing
+    from trainer.data.tokenize import Tokens
+
+
+class PrefetchingSteps(TrainingSteps):
+    """TrainingSteps that begins step n + 1 when step n is asked for. What it returns is the same."""
+
+    def __init__(self, tokens: Tokens, packing: Packing, train: Train, seed: int, pin: bool):
+        self._pin = pin
+        self._lock = threading.RLock()  # epochs are packed on first use, by either thread
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+        super().__init__(tokens, packing, train, seed)
+
+    def step(self, step: int) -> list[MicroBatch]:
+        ahead, self._ahead = self._ahead, None
+        batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
+        if step < self.num_steps:
+            self._ahead = step + 1, self._worker.submit(self._make, step + 1)
+        return batches
+
+    def micro_batches(self, epoch: int) -> list[np.ndarray]:
+        with self._lock:
+            return super().micro_batches(epoch)
+
+    def steps_in_epoch(self, epoch: int) -> int:
+        with self._lock:
+            return super().steps_in_epoch(epoch)
+
+    def position(self, step: int) -> Position:
+        with self._lock:
+            return super().position(step)
+
+    def _make(self, step: int) -> list[MicroBatch]:
+        batches = super().step(step)
+        return [pinned(batch) for batch in batches] if self._pin else batches
+
+
+def pinned(batch: MicroBatch) -> MicroBatch:
+    """The batch in page-locked memory, from which copies to a GPU do not block the host."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return replace(batch, **{k: v.pin_memory() for k, v in tensors.items() if isinstance(v, torch.Tensor)})
