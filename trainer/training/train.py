@@ -36,7 +36,7 @@ from trainer.training.resume import Beginning, check_same_data, decide
 from trainer.training.session import Prepared, Ready, Stages
 from trainer.training.state import State, rng_state
 from trainer.training.tables import answers_table, end_table, start_table
-from trainer.training.throughput import peak_flops
+from trainer.training.throughput import matmul_flops
 from trainer.training.watch import Watch
 from trainer.training.weights import trainable_hash
 
@@ -127,7 +127,7 @@ class TrainingRun:
                 bar=bar,
                 metrics=self.metrics,
                 tracker=self.tracker,
-                peak_flops=peak_flops(prepared.device),
+                matmul_flops=matmul_flops(prepared.device, prepared.dtypes.compute),
                 held_out=held_out,
                 evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, self.interrupts.check),
                 save=lambda state: self.checkpoints.save(ready.adapted, loop.optimizer, state, rng),
