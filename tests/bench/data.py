@@ -162,7 +162,7 @@ def main() -> None:
     print(json.dumps({"versions": versions(), "packing": packing(), "tokenising": tokenising(model)}, indent=1))
     with tempfile.TemporaryDirectory() as folder:
         million = Path(folder) / "million.jsonl"
-        write_text(million, 1_000_000, 20)
+        write_text(million, 1_000_000, 8)
         again = [sys.executable, "-m", "tests.bench", "data", model, str(million)]
         done = subprocess.run(again, capture_output=True, text=True, check=True)
         print(json.dumps({"memory": json.loads(done.stdout)}, indent=1))

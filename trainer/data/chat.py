@@ -210,9 +210,9 @@ class Encoder:
         return value
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
-        plain = [text for text in texts if OPEN not in text]
+        plain = [text for text in texts if text and OPEN not in text]
         tokens = iter(self.tokenizer(plain, add_special_tokens=False).input_ids if plain else [])
-        return [self._escaped_tokens(text) if OPEN in text else next(tokens) for text in texts]
+        return [self._escaped_tokens(text) if OPEN in text else next(tokens) if text else [] for text in texts]
 
     def _tokens(self, text: str) -> list[int]:
         if OPEN in text:
@@ -253,7 +253,7 @@ class Encoder:
     def _end(self, ids: list[int], is_target: list[bool]) -> Encoded:
         """One end token after the last answer, where the template has not written one."""
         eos = self.tokenizer.eos_token_id
-        last_target = max((i for i, target in enumerate(is_target) if target), default=None)
+        last_target = next((i for i in range(len(ids) - 1, -1, -1) if is_target[i]), None)
         if eos is None or last_target is None or ids[last_target] in self.special_ids:
             return ids, is_target
         return [*ids[: last_target + 1], eos], [*is_target[: last_target + 1], True]

@@ -124,7 +124,7 @@ def _lines(file: DataFile, stream: IO[bytes]) -> Iterator[Lines]:
 
 def _json_line(where: str, number: int, line: bytes) -> Row:
     try:
-        value = json.loads(_text(line), parse_constant=_no_constant)
+        value = _DECODER.decode(_text(line))
     except _BadText as error:
         return Row(where, None, str(error))
     except json.JSONDecodeError as error:
@@ -210,7 +210,6 @@ class _Window:
 
 def _array(file: DataFile, stream: _Rejoined) -> Iterator[Row]:
     """A JSON array of objects. Broken syntax ends the file, so it is an error whatever on_bad_row says."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
     window = _Window(file, stream)
     window.peek()
     window.position += 1
@@ -218,7 +217,7 @@ def _array(file: DataFile, stream: _Rejoined) -> Iterator[Row]:
         return
     while True:
         window.peek()
-        value, where = _element(window, decoder)
+        value, where = _element(window)
         yield _row(where, value)
         separator = window.peek()
         place = f"{file.name}:{window.where(window.position)}"
@@ -231,12 +230,12 @@ def _array(file: DataFile, stream: _Rejoined) -> Iterator[Row]:
             raise DataError(f"{place}: not JSON: expected ',' or ']' after a row.")
 
 
-def _element(window: _Window, decoder: json.JSONDecoder) -> tuple[Any, str]:
+def _element(window: _Window) -> tuple[Any, str]:
     while True:
         line = window.where(window.position)
         where = f"{window.file.name}:{line}"
         try:
-            value, end = decoder.raw_decode(window.text, window.position)
+            value, end = _DECODER.raw_decode(window.text, window.position)
         except json.JSONDecodeError as error:
             at_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated string")
             if at_end and not window.ended:
@@ -292,6 +291,9 @@ def _not_utf8(content: bytes, position: int) -> str:
 def _no_constant(name: str) -> None:
     raise _BadText(f"not JSON: {name} is no JSON value")
 
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+"""Made once: json.loads makes one a call where it is given an argument."""
 
 _READERS = {
     "json": _json,

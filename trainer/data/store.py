@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +21,7 @@ TOKENS = "tokens.arrow"
 
 def dump_sample(sample: Sample) -> bytes:
     """A sample as JSON."""
-    return json.dumps(asdict(sample), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(vars(sample), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def load_sample(text: str) -> Sample:
