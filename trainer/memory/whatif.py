@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainer.config.registry import OPTIONS
 from trainer.config.shelf import option_values, options, schema_of
 from trainer.memory.optimizer import optimizer_memory
@@ -154,13 +156,17 @@ def _ranks(planner: Planner, now: int) -> list[Row]:
     adapter = planner.config.adapter
     if not isinstance(adapter, LoRA):
         return []
-    static = planner.static
-    per_rank = (static.adapter + static.gradients + static.optimizer) / adapter.r
     found = []
+    mine = planner.static.adapter + planner.static.gradients + planner.optimizer.state
     for rank in (adapter.r // 2, adapter.r * 2):
-        if rank:
-            cost = "less capacity" if rank < adapter.r else "more capacity"
-            found.append(Row(f"adapter.r={rank}", round(now + per_rank * (rank - adapter.r)), cost, 3))
+        if rank == 0:
+            continue
+        sizes = [tuple(rank if size == adapter.r else size for size in p.shape) for p in planner.model.trainable()]
+        resized = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
+        weights = sum(4 * p.numel() for p in resized)
+        other = 2 * weights + optimizer_memory(planner.config.optim, resized, planner.device_type).state
+        cost = "less capacity" if rank < adapter.r else "more capacity"
+        found.append(Row(f"adapter.r={rank}", now + other - mine, cost, 3))
     return found
 
 

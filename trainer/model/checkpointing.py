@@ -63,7 +63,9 @@ class Full(Checkpointing):
     def apply_block(self, block):
         # Not through transformers' activation_checkpointing_enable: that makes the embedding's output require
         # gradients, which costs block 0's backward through q, k, v. Non-reentrant checkpointing does not need it.
-        _run_by(block, _checkpoint)
+        from torch.utils.checkpoint import checkpoint
+
+        _run_by(block, partial(checkpoint, use_reentrant=False))
 
 
 @dataclass

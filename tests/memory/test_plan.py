@@ -1,0 +1,131 @@
+"""`trainer plan`: every shipped recipe, the answer to a budget, the files it writes, what it says and does not import."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from trainer.commands import plan as command
+from trainer.config.compose import compose
+from trainer.config.shelf import recipes
+from trainer.errors import ConfigError
+from trainer.memory import whatif
+from trainer.memory.plan import GIB, Planner, largest_shape
+from trainer.memory.predict import Moment
+from trainer.memory.report import full_plan
+from trainer.memory.snapshot import timeline_shape
+
+RECIPES = [name for name in recipes() if recipes()[name].file.parent.name == "recipes"]
+
+
+def words_of(name: str) -> list[str]:
+    """A recipe without its weights and with some data path, where it leaves that to the user."""
+    return [f"recipe={name}", "model.weights=random", "data.path=rows.jsonl"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_plans_and_those_for_24_gib_fit(name):
+    config = compose(words_of(name)).config
+    planner = Planner(config)
+    prediction = planner.predict()
+    assert 0 < prediction.static.total < prediction.peak
+    assert sum(prediction.lines().values()) == prediction.peak
+    if planner.device_type == "cuda":
+        assert config.memory.budget_gib is not None
+    if config.memory.budget_gib == 24:
+        assert planner.needed(prediction) < 24 * GIB
+
+
+def test_an_8b_takes_under_8_seconds_and_a_gibibyte():
+    config = compose([*words_of("qlora_llama3_8b"), "memory.budget_gib=24"]).config
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    plan = full_plan(Planner(config))
+    assert time.process_time() - started < 8
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert plan["fits"] is True
+    assert [card["fits"] for card in plan["cards"]] == [False, True, True, True, True, True]
+    longest = [card["longest_micro_batch_tokens"] for card in plan["cards"]]
+    assert longest == sorted(longest)
+    roof = plan["tokens_per_second"]["RTX 4090"]["roof"]
+    assert 3061 < roof < 3535  # between 8,192 and 2,048 tokens a sample, full checkpointing
+    assert any("not needed" in sentence for sentence in plan["advice"])
+
+
+@pytest.fixture(scope="module")
+def planner():
+    config = compose(["recipe=quickstart", "device=cpu", "precision=fp32"]).config
+    return Planner(config)
+
+
+def test_a_budget_that_is_too_small_gets_ranked_ways(planner):
+    needed = planner.needed(planner.predict())
+    config = replace(planner.config, memory=replace(planner.config.memory, budget_gib=needed * 0.9 / GIB))
+    plan = full_plan(Planner(config, planner.model_config))
+    assert plan["fits"] is False
+    assert plan["ways_to_fit"]
+    assert all(way["needed_gib"] <= config.memory.budget_gib for way in plan["ways_to_fit"])
+
+
+def test_a_way_out_frees_what_it_says(planner):
+    """The rows' own arithmetic against a plan of the changed configuration."""
+    rows = {row.change: row.needed for row in whatif.rows(planner)}
+    for change in ("checkpointing=none", "adapter.r=32", "quant=none", "optim=adamw", "checkpointing=sqrt"):
+        changed = Planner(compose(["recipe=quickstart", "device=cpu", "precision=fp32", change]).config)
+        assert rows[change] == pytest.approx(changed.needed(changed.predict()), rel=0.03), change
+
+
+def test_the_command_writes_the_plan_and_a_picture(tmp_path, capsys):
+    assert command.run(["recipe=quickstart", "device=cpu", "explain=true", f"output_dir={tmp_path / 'p'}"]) == 0
+    plan = json.loads((tmp_path / "p" / "plan.json").read_text())
+    assert sum(plan["lines_gib"].values()) == pytest.approx(plan["peak_gib"])
+    picture = ElementTree.parse(tmp_path / "p" / "plan.svg").getroot()
+    words = [element.text for element in picture.iter() if element.tag.endswith("text")]
+    assert all(name in words for name in plan["lines_gib"])
+    shown = capsys.readouterr().out
+    assert "16 P" in shown and "adapter=none" in shown
+
+
+def test_a_wrong_word_is_refused_without_torch():
+    code = (
+        "import sys\n"
+        "from trainer.commands.plan import run\n"
+        "from trainer.errors import ConfigError\n"
+        "try:\n    run(['recipe=quickstart', 'memory.budgetgib=3'])\n"
+        "except ConfigError as error:\n    print(error)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert "budget_gib" in done.stdout and done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("word", ["explain=maybe", "-m"])
+def test_words_that_are_no_setting_are_refused(word):
+    with pytest.raises(ConfigError):
+        command.run([word])
+
+
+def test_the_largest_micro_batch_of_settings():
+    config = compose(["recipe=quickstart", "data.max_length=300", "train.micro_batch_tokens=1000"]).config
+    assert largest_shape(config).lengths == (300, 300, 300, 100)
+
+
+def test_the_peak_is_the_highest_moment_and_not_the_sum(planner):
+    prediction = planner.predict()
+    assert isinstance(prediction.highest, Moment)
+    assert prediction.peak == prediction.static.total + max(moment.peak for moment in prediction.moments)
+
+
+@pytest.mark.parametrize(
+    ("heights", "word"),
+    [([10, 20, 30, 40], "staircase"), ([10, 10, 10], "level"), ([10, 20, 20, 20], "optimizer state"), ([1], "few")],
+)
+def test_shapes_of_a_timeline_are_named(heights, word):
+    assert word in timeline_shape([height * 10_000 for height in heights])

@@ -1,0 +1,72 @@
+"""Predictions against torch.profiler's allocator events on real steps, and against a trace at full depth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.bench.memory import BASE, A, compare, worst_shape
+from trainer.config.compose import compose
+from trainer.memory.plan import Planner
+from trainer.memory.predict import predict
+from trainer.memory.trace import Shape, trace
+from trainer.model.checkpointing import Full, NoCheckpointing
+
+TOLERANCE = 0.05
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        [f"{A}num_hidden_layers=9", "checkpointing=none", "loss=full"],
+        ["checkpointing=every_k", "checkpointing.k=3"],
+        ["quant=int8", "checkpointing=attention"],
+        ["quant=none", "adapter=none", "optim=adamw_8bit", "train.accumulation_steps=1"],
+    ],
+    ids=["nf4 full", "deep none full loss", "every_k", "int8 attention", "all parameters"],
+)
+def test_the_peak_of_a_real_step_is_as_predicted(words):
+    predicted, real = compare(words)
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", [Full(), NoCheckpointing()], ids=["full", "none"])
+def test_depth_is_a_matter_of_repeating_the_middle_block(policy):
+    config = compose([*BASE, f"{A}num_hidden_layers=7"]).config
+    planner = Planner(config, shape=worst_shape(config))
+    short = planner.predict(policy)
+    whole = trace(config, planner.model_config, planner.dtypes, "cpu", planner.shape, policy, depth=planner.depth)
+    long = predict(planner.static, [whole] * planner.depth, planner.optimizer.workspace, planner.accumulates)
+    assert whole.depth == 7
+    assert short.peak == long.peak
+
+
+def test_full_checkpointing_keeps_one_input_a_block():
+    config = compose([*BASE, "precision=fp32"]).config
+    shape = worst_shape(config)
+    profile = Planner(config, shape=shape).profile(Full())
+    one_input = shape.num_tokens * 128 * 4
+    assert profile.forward[1].delta == pytest.approx(one_input, rel=0.02)
+
+
+def test_row_length_lies_on_a_line():
+    config = compose(BASE).config
+    planner = Planner(config, shape=Shape((256, 256), 510, packed=True))
+    at_768 = planner.predict(tokens=768)
+    traced = Planner(config, shape=Shape((256,) * 3, 765, packed=True)).predict()
+    assert at_768.peak == pytest.approx(traced.peak, rel=0.01)
+
+
+def test_cuda_is_planned_on_a_machine_without_it():
+    config = compose(["recipe=qlora_llama3_8b", "model.weights=random"]).config
+    planner = Planner(config)
+    lines = {name: size / 2**30 for name, size in planner.static.lines().items()}
+    assert lines["quantised weights"] == 3.25
+    assert lines["absmax"] == pytest.approx(0.103, abs=0.001)
+    assert lines["embeddings"] == lines["head"] == pytest.approx(0.979, abs=0.001)
+    assert lines["adapter"] == lines["gradients"] == pytest.approx(0.156, abs=0.001)
+    assert planner.static.trainable == 41_943_040
+    kept = planner.profile(Full()).forward[1].delta
+    assert kept >= 4096 * 4096 * 2  # each block's bf16 input: 8 KiB a token, 256 KiB in all 32 blocks
+    assert planner.dtypes.compute is torch.bfloat16

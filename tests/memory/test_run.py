@@ -1,0 +1,167 @@
+"""Memory in a run: predicted and measured, the probe, snapshots, no leak, and running out at every stage (G1, G2, D5)."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+
+from tests.support import metrics, train_here, write_jsonl
+from trainer.config.compose import compose
+from trainer.errors import OutOfMemoryError
+from trainer.memory import probe as probe_module
+from trainer.training import checkpoint, loop, session, train
+
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_summary_and_plan_tell_predicted_and_measured(base_overrides, tmp_path):
+    summary = train_here([*base_overrides, "memory.stats=true"], tmp_path)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert summary["predicted_peak_memory_gib"] == plan["peak_gib"] > 0
+    assert list(summary["memory_stages_gib"]) == [
+        "weights loaded", "adapter attached", "first forward", "first backward", "first step"
+    ]  # fmt: skip
+    assert summary["peak_memory_gib"] > summary["memory_baseline_gib"] > 0
+
+
+def test_the_probe_changes_nothing(base_overrides, tmp_path):
+    """D5 and exact restoration: losses with dropout are bit-equal to a run without the probe."""
+    words = [*base_overrides, "adapter.dropout=0.1", "data.eval_fraction=0.3"]
+    train_here([*words, "memory.probe=never"], tmp_path / "without")
+    train_here([*words, "memory.probe=always"], tmp_path / "with")
+    assert _probes(tmp_path / "with") and not _probes(tmp_path / "without")
+    for event, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "eval_loss")):
+        first = [row[key] for row in metrics(tmp_path / "without", event)]
+        assert first and first == [row[key] for row in metrics(tmp_path / "with", event)]
+
+
+def _probes(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == "probe"]
+
+
+def test_one_long_sample_is_tried_first(base_overrides, tmp_path):
+    rows = [{"prompt": f"say {n}", "completion": "ok"} for n in range(9)]
+    rows.insert(7, {"prompt": "a " * 40, "completion": "long " * 20})
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = [*base_overrides, f"data.path={data}", "data.max_length=512", "train.micro_batch_tokens=512"]
+    words += ["packing=none", "train.micro_batch_size=1", "memory.probe=always"]
+    train_here([*words], tmp_path / "run")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    (row,) = _probes(tmp_path / "run")
+    assert row["num_tokens"] == max(plan["micro_batch"]["lengths"]) > 100
+
+
+def test_a_snapshot_on_a_cpu_names_the_lines_that_hold_the_most(base_overrides, tmp_path):
+    train_here([*base_overrides, "memory.snapshot=2", "train.max_steps=3"], tmp_path)
+    snapshot = json.loads((tmp_path / "memory_snapshot.json").read_text())
+    assert len(snapshot["live_after_step"]) == 2
+    sizes = [row["bytes"] for row in snapshot["largest_at_peak"]]
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= snapshot["peak_bytes"]
+    assert any("transformers" in row["line"] or "model/" in row["line"] for row in snapshot["largest_at_peak"])
+
+
+@pytest.mark.slow
+def test_500_steps_leave_nothing_behind(base_overrides, tmp_path, monkeypatch):
+    """G1: the number and bytes of living tensors after step 500 are those after step 50."""
+    counts = {}
+
+    class Counting(train.Watch):
+        def after_step(self, state, grad_norm):
+            super().after_step(state, grad_norm)
+            if state.step in (50, 500):
+                gc.collect()
+                tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+                counts[state.step] = (len(tensors), sum(t.numel() * t.element_size() for t in tensors))
+
+    monkeypatch.setattr(train, "Watch", Counting)
+    train_here([*base_overrides, "train.max_steps=500", "train.accumulation_steps=1", "train.log_every=50"], tmp_path)
+    assert counts[50] == counts[500]
+
+
+def test_auto_trains_within_its_budget(base_overrides, tmp_path):
+    summary = train_here([*base_overrides, "checkpointing=auto", "memory.budget_gib=1"], tmp_path)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert "2 blocks kept whole" in plan["checkpointing"]
+    assert summary["status"] == "completed"
+
+
+def _break_load(monkeypatch):
+    monkeypatch.setattr(session, "load_base", _raise)
+
+
+def _break_probe(monkeypatch):
+    monkeypatch.setattr(probe_module, "collate", _raise)
+
+
+def _break_step(monkeypatch):
+    calls = []
+    original = loop.rng_state
+
+    def later(device):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OOM
+        return original(device)
+
+    monkeypatch.setattr(loop, "rng_state", later)
+
+
+def _break_evaluation(monkeypatch):
+    monkeypatch.setattr(train, "evaluate", _raise)
+
+
+def _break_save(monkeypatch):
+    monkeypatch.setattr(checkpoint, "save_optimizer", _raise)
+
+
+def _raise(*args, **kwargs):
+    raise OOM
+
+
+@pytest.mark.parametrize(
+    ("breaking", "where"),
+    [
+        (_break_load, "loading"),
+        (_break_probe, "the probe"),
+        (_break_step, "step"),
+        (_break_evaluation, "the evaluation or checkpoint after step 0"),
+        (_break_save, "the evaluation or checkpoint after step 1"),
+    ],
+    ids=["load", "probe", "step", "evaluation", "save"],
+)
+def test_out_of_memory_says_where_what_and_the_ways_out(breaking, where, base_overrides, tmp_path, monkeypatch):
+    """G2."""
+    breaking(monkeypatch)
+    words = [*base_overrides, "data.eval_fraction=0.3", "memory.probe=always", "train.save_every=1"]
+    with pytest.raises(OutOfMemoryError) as caught:
+        train_here([*words, "train.epochs=4", "train.accumulation_steps=1"], tmp_path)
+    assert caught.value.exit_code == 7
+    text = str(caught.value)
+    assert text.startswith(f"at {where}")
+    for part in ("Tried to allocate 2.00 GiB", "peak so far", "predicted", "longest sample", "GiB (", "ways out"):
+        assert part in text, part
+    kept = "checkpoint kept: step-00000002" if breaking is _break_step else "no checkpoint yet"
+    assert kept in text
+    if breaking is _break_step:
+        assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "Tried to allocate" in summary["error"]
+
+
+def test_other_errors_are_left_alone(base_overrides, tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(session, "load_base", fails)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        train_here(base_overrides, tmp_path)
+
+
+def test_probe_by_default_is_for_gpus():
+    probe = compose(["recipe=quickstart"]).config.memory.probe
+    assert probe_module.wanted(probe, torch.device("cuda", 0))
+    assert not probe_module.wanted(probe, torch.device("cpu"))
