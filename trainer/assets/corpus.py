@@ -1,11 +1,11 @@
 """The embedded corpus: a small closed world, written out as dialogues and plain text.
 
-Two sets come from here, each with a held-out file whose rows never occur in training:
+Three sets come from here:
 
-- `pretrain`: short tasks of many kinds (questions about a scene, copying, sums, opposites, ...).
-  Most answers take names, colours, things or numbers out of the prompt, because that is the
-  ability an adapter can build on later.
-- `orders`: one task that the base does not do, an order sentence turned into a record.
+- `dialogues`, to pretrain on: short tasks of several kinds (questions about a scene, small sums, opposites, ...). Most
+  answers take names, colours, things or numbers out of the prompt, because that is the ability an adapter can build on.
+- `stories`, to pretrain on: plain text from the same world.
+- `orders`, to fine-tune on: one task that the base does not do, an order sentence turned into a record.
 
 Everything is drawn from one seeded generator, so the same seed gives the same bytes.
 """
@@ -19,21 +19,29 @@ from pathlib import Path
 Turn = tuple[str, str]  # what the user says, what the assistant answers
 Row = dict[str, object]  # {"messages": [...]} or {"text": ...}
 
-NAMES = ["Mia", "Tom", "Anna", "Ben", "Lily", "Sam", "Nora", "Max", "Ella", "Leo", "Ruby", "Jack", "Clara", "Finn", "Rosa", "Hugo", "Ivy", "Paul", "Zoe", "Carl", "Ada", "Emil", "Jane", "Oscar", "Maya", "Peter", "Tess", "Adam", "Lucy", "Felix", "Iris", "Karl", "Nina", "Otto", "Vera", "Noah", "Sara", "Luke", "Alma", "Theo", "Eva", "Dan"]
-COLOURS = ["red", "blue", "green", "yellow", "black", "white", "brown", "pink", "purple", "orange", "grey", "golden"]
+NAMES = (
+    "Mia Tom Anna Ben Lily Sam Nora Max Ella Leo Ruby Jack Clara Finn Rosa Hugo Ivy Paul Zoe Carl Ada Emil "
+    "Jane Oscar Maya Peter Tess Adam"
+).split()
+COLOURS = "red blue green yellow black white brown pink purple orange grey golden".split()
 # Every plural is the singular and an "s": the rule is learnable from few examples.
-ITEMS = ["lamp", "ball", "cup", "book", "hat", "kite", "drum", "chair", "table", "boat", "coat", "bell", "clock", "spoon", "plate", "bag", "ring", "pen", "rope", "flag", "shoe", "basket", "bottle", "button", "candle", "pillow", "blanket", "ladder", "mirror", "bucket", "ribbon", "tent"]
-NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
-PLACES = ["garden", "kitchen", "park", "school", "market", "forest", "beach", "barn", "library", "station", "village", "harbour"]
+ITEMS = (
+    "lamp ball cup book hat kite drum chair table boat coat bell clock spoon plate bag ring pen rope flag "
+    "shoe basket bottle candle"
+).split()
+NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+PLACES = "garden kitchen park school market forest beach barn library station village harbour".split()
 ANIMALS = {
     "cat": "meow", "dog": "woof", "cow": "moo", "duck": "quack", "sheep": "baa", "pig": "oink",
     "horse": "neigh", "mouse": "squeak", "bee": "buzz", "snake": "hiss", "owl": "hoot", "lion": "roar",
 }  # fmt: skip
-FOODS = ["bread", "soup", "cake", "rice", "cheese", "honey", "milk", "tea", "salad", "pie", "jam", "fish"]
+FOODS = "bread soup cake rice cheese honey milk tea salad pie jam fish".split()
 OPPOSITES = [
     pair.split("-")
-    for pair in ["hot-cold", "big-small", "old-new", "tall-short", "fast-slow", "day-night", "up-down", "wet-dry", "happy-sad", "open-closed", "full-empty", "loud-quiet", "hard-soft", "light-dark", "early-late", "long-brief", "near-far", "rich-poor", "strong-weak", "clean-dirty", "high-low", "deep-shallow", "thick-thin", "sweet-sour"]
+    for pair in "hot-cold big-small old-new tall-short fast-slow day-night up-down wet-dry happy-sad open-closed "
+    "full-empty loud-quiet hard-soft light-dark early-late long-brief near-far rich-poor strong-weak "
+    "clean-dirty high-low deep-shallow thick-thin sweet-sour".split()
 ]
 COLOUR_OF = {
     "grass": "green", "snow": "white", "coal": "black", "the sky": "blue", "a lemon": "yellow",
@@ -86,8 +94,33 @@ def differing_goods(rng: random.Random, num: int) -> list[Goods]:
 # Dialogues about something that was just said: the first turn carries it, later turns ask on.
 
 
+def statement(rng: random.Random) -> list[Turn]:
+    """One sentence, then questions with one-word answers: the short way to learn to look a word up by its kind."""
+    name, goods, day = rng.choice(NAMES), some_goods(rng), rng.choice(DAYS)
+    said = rng.choice(
+        [
+            f"{name} {rng.choice(VERBS)[0]} {goods} on {day}.",
+            f"On {day} {name} {rng.choice(VERBS)[0]} {goods}.",
+            f"{capital(str(goods))} for {name}, until {day}.",
+            f"Until {day}: {goods} for {name}.",
+            f"I am {name}, and I like {goods} on {day}.",
+        ]
+    )
+    quote = rng.choice(["", '"'])
+    asked = "In quotes: " if quote else ""
+    questions = [
+        (f"{asked}Who?", f"{quote}{name}{quote}"),
+        (f"{asked}What?", f"{quote}{goods.item}{quote}"),
+        (f"{asked}Which colour?", f"{quote}{goods.colour}{quote}"),
+        (f"{asked}Which day?", f"{quote}{day}{quote}"),
+        ("How many?", f"{goods.count}"),
+    ]
+    turns = rng.sample(questions, rng.randint(2, 5))
+    return [(f"{said} {turns[0][0]}", turns[0][1]), *turns[1:]]
+
+
 def scene(rng: random.Random) -> list[Turn]:
-    num_people = rng.randint(2, 4)
+    num_people = 2
     third, base = rng.choice(VERBS)
     owners = list(zip(rng.sample(NAMES, num_people), differing_goods(rng, num_people), strict=True))
     told = " ".join(f"{name} {third} {goods}." for name, goods in owners)
@@ -96,7 +129,10 @@ def scene(rng: random.Random) -> list[Turn]:
         turns.append(
             rng.choice(
                 [
-                    (f"Who {third} the {goods.colour} {goods.noun}?", f"{name} {third} the {goods.colour} {goods.noun}."),
+                    (
+                        f"Who {third} the {goods.colour} {goods.noun}?",
+                        f"{name} {third} the {goods.colour} {goods.noun}.",
+                    ),
                     (f"What does {name} {base}?", f"{name} {third} {goods}."),
                     (f"What colour {goods.are} the {goods.noun}?", f"The {goods.noun} {goods.are} {goods.colour}."),
                     (f"Who {third} the {goods.noun}?", f"{name} does."),
@@ -110,7 +146,7 @@ def scene(rng: random.Random) -> list[Turn]:
 
 
 def trip(rng: random.Random) -> list[Turn]:
-    num_people = rng.randint(1, 3)
+    num_people = rng.randint(1, 2)
     people, places = rng.sample(NAMES, num_people), rng.sample(PLACES, num_people)
     days, animals = rng.sample(DAYS, num_people), rng.sample(sorted(ANIMALS), num_people)
     trips = list(zip(people, places, days, animals, strict=True))
@@ -165,29 +201,6 @@ def record(rng: random.Random) -> list[Turn]:
 # Single questions that need no context.
 
 
-def copy(rng: random.Random) -> list[Turn]:
-    words = rng.sample(NAMES + COLOURS + ITEMS + DAYS + NUMBERS + PLACES + FOODS, rng.randint(2, 12))
-    said = rng.choice([" ".join(words), ", ".join(words), f"{rng.choice(NAMES)} has {some_goods(rng)}."])
-    if rng.random() < 0.5:
-        return [(f"Repeat: {said}", said)]
-    return [(f"Put this in quotes: {said}", json.dumps(said))]
-
-
-def word_list(rng: random.Random) -> list[Turn]:
-    words = rng.sample(NAMES + COLOURS + ITEMS + DAYS, rng.randint(3, 5))
-    listed = ", ".join(words)
-    return [
-        rng.choice(
-            [
-                (f"Which word comes first: {listed}?", f'The first word is "{words[0]}".'),
-                (f"Which word comes last: {listed}?", f'The last word is "{words[-1]}".'),
-                (f"How many words are these: {listed}?", f"{len(words)}"),
-                (f"Say these backwards: {listed}.", ", ".join(reversed(words))),
-            ]
-        )
-    ]
-
-
 def odd_word(rng: random.Random) -> list[Turn]:
     kinds = {"name": NAMES, "colour": COLOURS, "thing": ITEMS, "day": DAYS, "food": FOODS, "number": NUMBERS}
     chosen = rng.sample(sorted(kinds), 3)
@@ -240,25 +253,25 @@ def fact(rng: random.Random) -> list[Turn]:
     ]
 
 
-def story(rng: random.Random) -> str:
+def story_row(rng: random.Random) -> Row:
     giver, taker = rng.sample(NAMES, 2)
     given, bought = differing_goods(rng, 2)
     day, place, food = rng.choice(DAYS), rng.choice(PLACES), rng.choice(FOODS)
-    opening = rng.choice(
-        [f"On {day} {taker} went to the {place}.", f"It was {day}, and {taker} was in the {place}."]
-    )
+    opening = rng.choice([f"On {day} {taker} went to the {place}.", f"It was {day}, and {taker} was in the {place}."])
     middle = [
         f"{giver} gave {taker} {given}.",
         f"{taker} bought {bought}.",
         f"{giver} and {taker} had some {food}.",
     ]
     rng.shuffle(middle)
-    closing = f"In the evening {taker} came home with the {given.colour} {given.noun} and the {bought.colour} {bought.noun}."
-    return " ".join([opening, *middle, closing])
+    closing = (
+        f"In the evening {taker} came home with the {given.colour} {given.noun} and the {bought.colour} {bought.noun}."
+    )
+    return {"text": " ".join([opening, *middle, closing])}
 
 
 DIALOGUES: tuple[tuple[Callable[[random.Random], list[Turn]], int], ...] = (
-    (scene, 6), (trip, 3), (shop, 3), (record, 4), (copy, 8), (word_list, 2), (odd_word, 2), (number, 3), (fact, 3),
+    (statement, 12), (scene, 3), (trip, 2), (shop, 3), (record, 3), (odd_word, 1), (number, 2), (fact, 3),
 )  # fmt: skip
 SYSTEM_PROMPTS = ("You are a friendly helper.", "Answer in a few words.", "You help at school.")
 
@@ -270,13 +283,11 @@ def dialogue(turns: list[Turn], system: str | None = None) -> Row:
     return {"messages": messages}
 
 
-def pretrain_row(rng: random.Random) -> Row:
-    if rng.random() < 0.08:
-        return {"text": story(rng)}
+def dialogue_row(rng: random.Random) -> Row:
     kinds, weights = zip(*DIALOGUES, strict=True)
     # Changing the subject within a dialogue teaches to answer the last question, and makes the rows of
     # the small kinds (a few hundred distinct questions) differ from one another.
-    turns = [turn for kind in rng.choices(kinds, weights, k=rng.choice((1, 1, 2, 3))) for turn in kind(rng)]
+    turns = [turn for kind in rng.choices(kinds, weights, k=rng.choice((1, 1, 2))) for turn in kind(rng)]
     return dialogue(turns, rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None)
 
 
@@ -306,9 +317,12 @@ def distinct_lines(make_row: Callable[[random.Random], Row], num: int, seed: int
 
 
 def write(folder: Path, seed: int = 0) -> None:
-    """Writes the four files of the embedded data into `folder`."""
+    """Writes the three files of the embedded data into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make_row, num, num_heldout in (("pretrain", pretrain_row, 6000, 300), ("orders", order_row, 400, 60)):
-        lines = distinct_lines(make_row, num + num_heldout, seed)
-        for suffix, part in (("", lines[:num]), ("_heldout", lines[num:])):
-            (folder / f"{name}{suffix}.jsonl").write_text("".join(line + "\n" for line in part), encoding="utf-8")
+    for name, make_row, num in (
+        ("dialogues", dialogue_row, 6000),
+        ("stories", story_row, 250),
+        ("orders", order_row, 440),
+    ):
+        lines = distinct_lines(make_row, num, seed)
+        (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")

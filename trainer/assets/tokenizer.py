@@ -20,7 +20,7 @@ CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
     {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-        {{- raise_exception("unknown role '" ~ message['role'] ~ "': this template knows system, user and assistant") -}}
+        {{- raise_exception("unknown role '" ~ message['role'] ~ "': known are system, user and assistant") -}}
     {%- endif -%}
     {{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ eos_token -}}
 {%- endfor -%}
@@ -30,13 +30,16 @@ CHAT_TEMPLATE = """\
 """
 
 
-def texts(corpus_file: Path) -> list[str]:
-    """Everything said in a corpus file, one string a message."""
-    rows = [json.loads(line) for line in corpus_file.read_text(encoding="utf-8").splitlines()]
-    return [said for row in rows for said in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]])]
+def texts(corpus_files: list[Path]) -> list[str]:
+    """Everything said in the corpus, one string a message."""
+    lines = [line for file in corpus_files for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in lines]
+    return [
+        said for row in rows for said in ([row["text"]] if "text" in row else [m["content"] for m in row["messages"]])
+    ]
 
 
-def train(corpus_file: Path, max_length: int) -> PreTrainedTokenizerFast:
+def train(corpus_files: list[Path], max_length: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     # One token a digit, so that numbers are read and written place by place.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -49,7 +52,7 @@ def train(corpus_file: Path, max_length: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(corpus_file), trainer)
+    tokenizer.train_from_iterator(texts(corpus_files), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
     )
