@@ -5,46 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.processes import kill_after_step
 from tests.support import REPO, metrics, train_here
+from tests.tracking.offline import records
 from trainer.errors import Interrupted
 from trainer.tracking.options import Mode
 from trainer.tracking.wandb import has_key, resolve_mode
 from trainer.training.watch import Watch
-
-BLOCK = 32768
-
-
-def records(file: Path) -> Iterator:
-    """The records of a .wandb file: W&B's own messages, in its framing (LevelDB's log format after 7 bytes)."""
-    from wandb.proto import wandb_internal_pb2
-
-    content = file.read_bytes()
-    assert content[:4] == b":W&B"
-    position, parts = 7, b""
-    while position + 7 <= len(content):
-        left = BLOCK - position % BLOCK
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        if kind == 0:
-            break
-        parts += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
 
 
 def history(file: Path) -> tuple[str | None, list[dict]]:
@@ -125,6 +98,7 @@ def test_a_key_is_in_no_output(base_overrides, tmp_path):
 @pytest.fixture
 def no_key(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     return tmp_path / "netrc"
 

@@ -20,11 +20,43 @@ class Mode(Enum):
 class Tracker(Protocol):
     """What a run tells a tracking service. Its failures never reach the run."""
 
+    @property
+    def where(self) -> str:
+        """One line for the screen: where the run can be seen, and what went wrong with that."""
+
+    def identify(self, manifest: dict[str, Any]) -> None:
+        """Model, data, hardware and versions, as in manifest.json; known once the weights are there."""
+
     def log(self, row: dict[str, Any]) -> None:
         """One row of metrics, as in metrics.jsonl."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """The run's end; `summary` as in summary.json."""
+
+
+IDENTITY = ("model", "model_revision", "weights", "data_hash", "seed", "hardware", "versions", "git_commit")
+"""Keys of the manifest that a tracking service gets."""
+
+SUMMARY = (
+    "status",
+    "steps",
+    "num_tokens",
+    "num_targets",
+    "skipped_steps",
+    "final_loss",
+    "first_eval_loss",
+    "eval_loss",
+    "best_eval_loss",
+    "best_step",
+    "tokens_per_second",
+    "peak_memory_gib",
+    "predicted_peak_memory_gib",
+    "rss_peak_gib",
+    "trainable_parameters",
+    "total_parameters",
+    "wall_seconds",
+)
+"""Keys of the summary that a tracking service gets: numbers and the status, never answers or messages."""
 
 
 @dataclass
@@ -52,12 +84,31 @@ class WandB(Track):
 
     project: str
     """project in W&B"""
+    group: str | None
+    """group of runs; null: none, and for the trials of a sweep the sweep's folder"""
     name: str | None
     """the run's name; null: the run folder's"""
+    tags: list[str]
+    """words to find the run by"""
+    notes: str | None
+    """free text about the run"""
     mode: Mode
     """auto: online with an API key, offline without one"""
+    log_adapter: bool
+    """send the finished adapter (or model) as an artifact"""
 
     def build(self, run_dir, run_id, config):
         from trainer.tracking.wandb import WandBTracker
 
         return WandBTracker(self, run_dir, run_id, config)
+
+
+@option("track", "tensorboard")
+@dataclass
+class TensorBoard(Track):
+    """TensorBoard event files in the run folder."""
+
+    def build(self, run_dir, run_id, config):
+        from trainer.tracking.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(run_dir, run_id, config)

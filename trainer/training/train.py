@@ -102,8 +102,9 @@ class TrainingRun:
         self.situation.where = "loading"
         self.ready = ready = session.build(self.run, prepared, memory, self.stages)
         rng = self._begin_or_restore(ready, beginning, run_id)
-        where = self.tracker.where if self.tracker is not None else "this folder only"
-        start_table(self.screen, self.run, ready, self.folder.path, memory, where)
+        if self.tracker is not None and (manifest := self.folder.manifest()) is not None:
+            self.tracker.identify(manifest)
+        start_table(self.screen, self.run, ready, self.folder.path, memory, self._where())
         if beginning.checkpoint is not None:
             self.screen.say(f"resumed at step {self.state.step} from {beginning.checkpoint.name}", style="green")
             self.metrics.write("resumed", step=self.state.step)
@@ -146,7 +147,7 @@ class TrainingRun:
                 train(loop, self.state, rng, after_step, self.interrupts.check)
         self.peak_memory = watch.peak_memory
         self.situation.where = "writing the result"
-        return self._finish(prepared, where)
+        return self._finish(prepared)
 
     def _open_records(self, beginning: Beginning) -> str:
         """Files that every run has, and its tracker; returns the run's id."""
@@ -228,7 +229,11 @@ class TrainingRun:
                 self._write_summary({**self._summary(status), "error": message})
             raise
 
-    def _finish(self, prepared: Prepared, tracking: str) -> dict[str, Any]:
+    def _where(self) -> str:
+        """Where the run can be seen besides the screen."""
+        return self.tracker.where if self.tracker is not None else "this folder only"
+
+    def _finish(self, prepared: Prepared) -> dict[str, Any]:
         run_dir, ready = self.folder.path, self.ready
         ends = stop_tokens(prepared.train_set, prepared.tokenizer)
         with self.stages.stage("result"), _storage_errors(run_dir):
@@ -240,7 +245,7 @@ class TrainingRun:
         summary = {**self._summary("completed"), "adapter": name, "answers": answers}
         self._write_summary(summary)
         answers_table(self.screen, answers)
-        end_table(self.screen, summary, self.stages, run_dir, tracking)
+        end_table(self.screen, summary, self.stages, run_dir, self._where())
         if self.run.config.memory.stats:
             self.screen.table("allocator", statistics(prepared.device))
         return summary
