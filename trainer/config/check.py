@@ -26,11 +26,15 @@ def parse(words: list[str]) -> list[Override]:
     parser, parsed, problems = OverridesParser.create(), [], []
     for word in words:
         try:
+            if word.lstrip("+~").startswith("="):
+                raise HydraException("no key before =")
             parsed += parser.parse_overrides([word])
         except (OverrideParseException, HydraException) as error:
             reason = str(error).splitlines()[0]
+            key = word.partition("=")[0]
             problems.append(
-                f"{word}: cannot be read: {reason}. Write key=value, and in quotes what the shell would take apart"
+                f"{word}: cannot be read: {reason}. Write key=value; a value with characters other than a-z, 0-9 and "
+                f"._-/ wants quotes of its own: '{key}=\"...\"'"
             )
     if problems:
         raise ConfigError(listing(problems))

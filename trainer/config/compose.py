@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -23,9 +22,9 @@ from trainer.config.check import check, for_hydra, parse, problems_in, without_n
 from trainer.config.registry import OPTIONS
 from trainer.config.rules import broken_rules
 from trainer.config.saved import Run
-from trainer.config.schema import SECTIONS, Config, Train
+from trainer.config.schema import Config, Train
 from trainer.config.shelf import CONF, GROUPS, options, recipes
-from trainer.config.types import fields_of
+from trainer.config.types import fields_of, in_short
 from trainer.errors import ConfigError, listing
 
 
@@ -148,16 +147,6 @@ def to_run(composed: DictConfig, overrides: list[str]) -> Run:
     return Run(_config(composed), {group: choice for group, choice in picked.items() if choice is not None}, overrides)
 
 
-def from_saved(choices: dict[str, str], values: dict[str, Any]) -> Config:
-    """The configuration of a run folder: its options composed anew, with its own values in every key."""
-    picks = [f"{group}={choice}" for group, choice in choices.items() if group in SECTIONS]
-    try:
-        with composing(picks) as composed:
-            return _config(OmegaConf.merge(composed, values))
-    except ConfigError as error:
-        raise ConfigError(f"the saved configuration does not fit this version: {error}") from error
-
-
 @contextmanager
 def composing(words: list[str]) -> Iterator[DictConfig]:
     """The composed tree, through Hydra's compose API over conf/, also while a job of hydra.main runs.
@@ -169,11 +158,18 @@ def composing(words: list[str]) -> Iterator[DictConfig]:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             register()
-            yield hydra_compose("config", overrides=for_hydra(parse(words)), return_hydra_config=True)
+            yield _composed(for_hydra(parse(words)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_in_short(error)) from error
+        raise ConfigError(in_short(error)) from error
     finally:
         GlobalHydra.instance().hydra = saved
+
+
+def _composed(words: list[str]) -> DictConfig:
+    try:
+        return hydra_compose("config", overrides=words, return_hydra_config=True)
+    except (AttributeError, TypeError, ValueError) as error:  # some hydra.* values, of a kind that it does not expect
+        raise ConfigError(f"hydra cannot compose this: {in_short(error)}") from error
 
 
 def quoted(value: object) -> str:
@@ -187,9 +183,3 @@ def _config(composed: DictConfig) -> Config:
         node = composed[name]
         values[name] = OmegaConf.to_object(node) if OmegaConf.is_config(node) else node
     return Config(**values)
-
-
-def _in_short(error: BaseException) -> str:
-    """Hydra's first line, and that of what caused it."""
-    lines = [str(part).strip().split("\n")[0] for part in (error, error.__cause__) if part is not None]
-    return ": ".join(dict.fromkeys(line.rstrip(".") for line in lines if line))

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.schema import Config
-from trainer.errors import StorageError
+from trainer.config.schema import SECTIONS, Config
+from trainer.config.shelf import default_choices, option_values, options, root_values, schema_of
+from trainer.config.types import in_short
+from trainer.errors import ConfigError, StorageError, listing
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 
@@ -55,8 +59,6 @@ def save_run(run: Run, folder: Path) -> None:
 
 def load_run(folder: Path) -> Run | None:
     """The run saved in a folder, or None where there is none. Raises StorageError where its files are damaged."""
-    from trainer.config.compose import from_saved
-
     if not (folder / CONFIG).is_file():
         return None
     values, overrides = _read(folder / CONFIG, dict), _read(folder / OVERRIDES, list)
@@ -64,6 +66,30 @@ def load_run(folder: Path) -> Run | None:
     if not isinstance(choices, dict):
         raise StorageError(f"{folder / CONFIG}: is not the configuration of a run (it has no choices).")
     return Run(from_saved(choices, values), choices, overrides)
+
+
+def from_saved(choices: dict[str, str], values: dict[str, Any]) -> Config:
+    """Typed dataclasses from saved values; what a run saved before a setting existed lacks comes from conf/.
+
+    Raises ConfigError where an option or a setting is gone, or a value is of another type.
+    """
+    choices = {**default_choices(), **{group: choice for group, choice in choices.items() if group in SECTIONS}}
+    unfit = "the saved configuration does not fit this version: "
+    gone = [f"{group}={choice}: no such option" for group, choice in choices.items() if choice not in options(group)]
+    gone += [f"{group}: no mapping" for group in choices if not isinstance(values.get(group, {}), dict)]
+    if gone:
+        raise ConfigError(unfit + listing(gone))
+    try:
+        root = OmegaConf.structured(Config)
+        for key, value in {**root_values(), **values}.items():
+            if key not in choices:
+                root[key] = value
+        for group, choice in choices.items():
+            schema = OmegaConf.structured(schema_of(group, choice))
+            root[group] = OmegaConf.merge(schema, option_values(group, choice), values.get(group, {}))
+        return OmegaConf.to_object(root)
+    except OmegaConfBaseException as error:
+        raise ConfigError(unfit + in_short(error)) from error
 
 
 def _read(file: Path, kind: type) -> Any:

@@ -96,6 +96,11 @@ def default_choices() -> dict[str, str]:
     return {group: picks[group] for group in (*SECTIONS, "train")}
 
 
+def root_values() -> dict[str, Any]:
+    """The values in conf/config.yaml that belong to no section."""
+    return {key: value for key, value in _conf("config.yaml").items() if key not in ("defaults", "hydra")}
+
+
 def schema_of(group: str, choice: str) -> type:
     """The dataclass that types an option: its YAML names it."""
     if group == "train":

@@ -93,3 +93,11 @@ def _is_union(kind: Any) -> bool:
 def shown(value: Any) -> str:
     """A value as the user writes it."""
     return "null" if value is None else str(value)
+
+
+def in_short(error: BaseException) -> str:
+    """The key that an error of OmegaConf is about, its first line, and that of what caused it."""
+    lines = [str(part).strip().split("\n")[0].rstrip(".") for part in (error, error.__cause__) if part is not None]
+    text = ": ".join(dict.fromkeys(line for line in lines if line))
+    key = getattr(error, "full_key", None)
+    return f"{key}: {text}" if key and key not in text else text

@@ -1,0 +1,172 @@
+"""Ranges of values, and settings that exclude each other: each rule with what it refuses and what it lets pass."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from trainer.config.compose import compose
+from trainer.config.rules import RANGES, broken_rules
+from trainer.config.schema import SECTIONS, Config
+from trainer.config.shelf import option_values, options, schema_of
+from trainer.config.types import fields_of
+from trainer.errors import ConfigError
+
+NAN, INF = float("nan"), float("inf")
+
+# key: values just outside, values just inside, where no other rule stands in the way
+EDGES = {
+    "seed": ([-1, 2**32], [0, 2**32 - 1]),
+    "data.eval_fraction": ([-0.01, 1.0, NAN], [0.0, 0.99]),
+    "data.max_dropped_share": ([-0.01, 1.01, NAN], [0.0, 1.0]),
+    "data.max_truncated_share": ([-0.01, 1.01, NAN], [0.0, 1.0]),
+    "data.max_duplicate_share": ([-0.01, 1.01, NAN], [0.0, 1.0]),
+    "data.workers": ([0, -1], [1, None]),
+    "data.max_length": ([1, 0, -5], [2, 64]),
+    "quant.outlier_threshold": ([-0.1, INF, NAN], [0.0, 6.0]),
+    "adapter.r": ([0, -8], [1, 64]),
+    "adapter.alpha": ([0.0, -1.0, INF, NAN], [0.1, 64.0]),
+    "adapter.dropout": ([-0.1, 1.0, NAN], [0.0, 0.99]),
+    "checkpointing.k": ([0, -1], [1, 4]),
+    "precision.min_speedup": ([0.0, -1.0, INF, NAN], [0.5, 2.0]),
+    "optim.learning_rate": ([0.0, -1e-4, INF, NAN], [1e-12, 1.0]),
+    "optim.weight_decay": ([-0.1, INF, NAN], [0.0, 0.1]),
+    "optim.betas": ([[0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.99, 0.999], [], [0.9, NAN]], [[0.0, 0.0], [0.9, 0.95]]),
+    "optim.eps": ([0.0, -1e-8, INF, NAN], [1e-16]),
+    "schedule.warmup_steps": ([-1], [0, 100, None]),
+    "schedule.warmup_ratio": ([-0.1, 1.0, NAN], [0.0, 0.5]),
+    "schedule.final_ratio": ([-0.1, 1.1, NAN], [0.0, 1.0]),
+    "schedule.decay_ratio": ([0.0, 1.1, NAN], [0.01, 1.0]),
+    "loss.chunk_tokens": ([0, -1], [1, 4096]),
+    "packing.window": ([0, -1], [1]),
+    "memory.budget_gib": ([0.0, -1.0, NAN, INF], [0.5, None]),
+    "memory.snapshot": ([-1], [0, 3, None]),
+    "train.epochs": ([0, -1], [1]),
+    "train.max_steps": ([0, -1], [1, None]),
+    "train.accumulation_steps": ([0, -1], [1]),
+    "train.micro_batch_tokens": ([1, 0, -1], [65536]),
+    "train.micro_batch_size": ([0, -1], [1]),
+    "train.max_grad_norm": ([0.0, -1.0, INF, NAN], [0.1, None]),
+    "train.log_every": ([0, -1], [1]),
+    "train.eval_every": ([-1], [0, 1]),
+    "train.save_every": ([-1], [0, 1]),
+    "train.keep_checkpoints": ([0, -1], [1]),
+    "train.compare_prompts": ([-1], [0, 1]),
+}
+
+
+@cache
+def configuration(*words: str) -> Config:
+    return compose(list(words)).config
+
+
+def holding(key: str) -> Config:
+    """A right configuration that has this setting: the first option of its group that does."""
+    section, _, name = key.rpartition(".")
+    if not section or section == "train":
+        return configuration()
+    option = next(o for o in options(section) if name in option_values(section, o))
+    default = type(getattr(configuration(), section))
+    return configuration() if name in fields_of(default) else configuration(f"{section}={option}")
+
+
+def with_value(config: Config, key: str, value) -> Config:
+    section, _, name = key.rpartition(".")
+    if not section:
+        return replace(config, **{name: value})
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+def broken(*changes: tuple[str, object], words: tuple[str, ...] = ()) -> list[str]:
+    config = configuration(*words)
+    for key, value in changes:
+        config = with_value(config, key, value)
+    return broken_rules(config)
+
+
+def test_every_range_has_its_edges_here():
+    assert set(EDGES) == set(RANGES)
+
+
+def test_every_number_has_a_range():
+    """A number whose every value made sense would be news."""
+    ranged = set(RANGES)
+    for group in (*SECTIONS, "train"):
+        for name, field in (p for o in options(group) for p in fields_of(schema_of(group, o)).items()):
+            if {int, float} & {field.type, *getattr(field.type, "__args__", ())}:
+                assert f"{group}.{name}" in ranged
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, (bad, _) in EDGES.items() for v in bad], ids=str)
+def test_outside_a_range_is_refused_by_its_full_key(key, value):
+    problems = broken_rules(with_value(holding(key), key, value))
+    (problem,) = [p for p in problems if p.startswith(f"{key}=") and "must be" in p]
+    assert problem == f"{key}={value}: {RANGES[key][1]}"
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, (_, good) in EDGES.items() for v in good], ids=str)
+def test_inside_a_range_passes(key, value):
+    assert broken_rules(with_value(holding(key), key, value)) == []
+
+
+def test_a_row_must_hold_the_longest_sample():
+    (problem,) = broken(("train.micro_batch_tokens", 511), ("data.max_length", 512))
+    assert "train.micro_batch_tokens=511 is below data.max_length=512" in problem
+    assert broken(("train.micro_batch_tokens", 512), ("data.max_length", 512)) == []
+    assert broken(("train.micro_batch_tokens", 511), ("data.max_length", 512), words=("packing=none",)) == []
+
+
+def test_all_parameters_train_only_unquantised():
+    for quant in options("quant"):
+        problems = broken(("adapter", configuration("adapter=none", "quant=none").adapter), words=(f"quant={quant}",))
+        assert (problems == []) == (quant == "none")
+        assert all("adapter=none" in p and "use quant=none" in p for p in problems)
+
+
+def test_data_and_model_must_be_named():
+    (problem,) = broken(("data.path", None))
+    assert problem.startswith("data.path is missing") and "data=quickstart" in problem
+    (problem,) = broken(("model.path", None))
+    assert problem.startswith("model.path is missing") and "local folder or a hub id" in problem
+    weights = type(configuration().model.weights)
+    assert broken(("model.path", None), ("model.weights", weights.random)) == []
+
+
+@pytest.mark.parametrize("format", ["messages", "alpaca", "prompt_completion"])
+def test_only_text_can_be_split(format):
+    data = configuration().data
+    split = ("data.over_length", type(data.over_length).split)
+    (problem,) = broken(split, ("data.format", type(data.format)[format]))
+    assert "data.over_length=split cuts plain text" in problem and f"data.format={format}" in problem
+    for right in ("auto", "text"):
+        assert broken(split, ("data.format", type(data.format)[right])) == []
+
+
+@pytest.mark.parametrize("value", ["", [], None, 5, ["q_proj", ""], ["q_proj", 3], {"a": 1}])
+def test_targets_are_an_expression_or_a_list_of_names(value):
+    (problem,) = broken(("adapter.target_modules", value))
+    assert problem.startswith("adapter.target_modules=") and "all-linear" in problem
+
+
+@pytest.mark.parametrize("value", ["all-linear", ".*q_proj", ["q_proj"], ["q_proj", "mlp.up_proj"]])
+def test_right_targets_pass(value):
+    assert broken(("adapter.target_modules", value)) == []
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "0123abc", "G" * 40])
+def test_foreign_code_needs_a_commit(revision):
+    (problem,) = broken(("model.trust_remote_code", True), ("model.revision", revision))
+    assert problem.startswith("model.trust_remote_code=true") and "must be a commit" in problem
+
+
+def test_foreign_code_of_a_commit_passes():
+    assert broken(("model.trust_remote_code", True), ("model.revision", "0123456789abcdef" * 2 + "01234567")) == []
+
+
+def test_every_broken_rule_is_told_at_once():
+    words = ["seed=-1", "optim.eps=0", "train.micro_batch_tokens=8", "adapter=none", "data.path=null"]
+    with pytest.raises(ConfigError) as refused:
+        compose(words)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "5 problems:" and len(lines) == 6
+    assert refused.value.exit_code == 2
