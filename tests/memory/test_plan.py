@@ -1,4 +1,4 @@
-"""`trainer plan`: every shipped recipe, the answer to a budget, the files it writes, what it says and does not import."""
+"""`trainer plan`: every shipped recipe, the answer to a budget, the files it writes, what it does not import."""
 
 from __future__ import annotations
 

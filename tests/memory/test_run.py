@@ -1,4 +1,4 @@
-"""Memory in a run: predicted and measured, the probe, snapshots, no leak, and running out at every stage (G1, G2, D5)."""
+"""Memory in a run: predicted and measured, probe, snapshots, no leak, and running out anywhere (G1, G2, D5)."""
 
 from __future__ import annotations
 

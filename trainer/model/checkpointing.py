@@ -225,6 +225,7 @@ def kept_operations(keep: Keep) -> list[Any]:
         ],
         Keep.linear: ["aten::mm", "aten::addmm", "aten::bmm", "bitsandbytes::gemm_4bit"],
     }
+    keep = Keep(keep)
     chosen = names[Keep.attention] + names[Keep.linear] if keep is Keep.both else names[keep]
     found = []
     for name in chosen:
