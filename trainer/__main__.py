@@ -19,6 +19,7 @@ COMMANDS = {
     "recipes": "list the recipes",
     "resume": "continue a stopped run: run=DIR",
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
+    "doctor": "what this machine can do, and the fix of each problem",
 }
 HELP_FLAGS = ("-h", "--help")
 
