@@ -63,8 +63,10 @@ def test_a_loss_path_that_leaves_out_what_the_model_does_is_refused():
         def sum(self, model, batch):
             return 1.1 * Full().sum(model, batch)
 
-    with pytest.raises(ModelError, match="loss path differs"):
-        check_packing(llama(PACKED), Capped(), FP32, VOCABULARY)
+    for implementation, packed in ((PACKED, True), ("sdpa", False)):
+        with pytest.raises(ModelError, match="loss path differs"):
+            check_packing(llama(implementation), Capped(), FP32, VOCABULARY, packed)
+    check_packing(llama("sdpa"), Full(), FP32, VOCABULARY, packed=False)
 
 
 def test_an_adapter_with_dropout_does_not_disturb_the_probe():

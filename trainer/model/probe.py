@@ -1,4 +1,4 @@
-"""Before training: packed samples must give what each gives alone, or the run refuses to start contaminated."""
+"""Before training: samples in one micro-batch must give what each gives alone, or the run refuses to start."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 @torch.no_grad()
-def check_packing(model: PreTrainedModel, loss: Loss, dtypes: Dtypes, vocab_size: int) -> None:
-    """Compares the training path on two short samples in a row with transformers' plain path on each alone.
+def check_packing(model: PreTrainedModel, loss: Loss, dtypes: Dtypes, vocab_size: int, packed: bool = True) -> None:
+    """Compares the training path on two short samples with transformers' plain path on each alone.
 
+    `packed` puts the two in one row, else each in its own padded row: that checks the loss path, too.
     Random tokens in a fixed order: another sample in view changes such a loss by percents. Raises ModelError.
     """
     device = next(model.parameters()).device
@@ -32,18 +33,19 @@ def check_packing(model: PreTrainedModel, loss: Loss, dtypes: Dtypes, vocab_size
     was_training, attention = model.training, model.config._attn_implementation
     model.eval()
     with dtypes.autocast():
-        packed = loss.sum(model, collate(tokens, np.array([0, 1]), packed=True).to(device))
+        together = loss.sum(model, collate(tokens, np.array([0, 1]), packed=packed).to(device))
         model.set_attn_implementation("sdpa" if attention != "eager" else "eager")
         alone = [_reference(model, collate(tokens, np.array([i]), packed=False).to(device)) for i in range(len(tokens))]
     model.set_attn_implementation(attention)
     model.train(was_training)
     expected = torch.stack(alone).sum()
-    difference = ((packed - expected).abs() / expected.abs()).item()
+    difference = ((together - expected).abs() / expected.abs()).item()
     if not difference <= TOLERANCE[dtypes.compute]:
+        way_out = "Use packing=none; if that also fails, loss=full." if packed else "Use loss=full."
         raise ModelError(
-            f"packing probe: two samples in one row give a loss of {packed.item():.4f}, each alone "
-            f"{expected.item():.4f} in sum. With this model ({model.config.model_type}, attention {attention}) packed "
-            "samples would see each other, or the loss path differs. Use packing=none; if that also fails, loss=full."
+            f"packing probe: two samples {'in one row' if packed else 'padded'} give a loss of {together.item():.4f}, each "
+            f"alone {expected.item():.4f} in sum. With this model ({model.config.model_type}, attention {attention}) "
+            f"{'packed samples would see each other, or the' if packed else 'the'} loss path differs. {way_out}"
         )
 
 

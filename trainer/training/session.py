@@ -147,9 +147,9 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         max_grad_norm=config.train.max_grad_norm,
         peak_learning_rate=config.optim.learning_rate,
     )
-    if config.packing.packed:
-        with stages.stage("packing probe"):
-            check_packing(base, config.loss, dtypes, prepared.config.get_text_config().vocab_size)
+    with stages.stage("packing probe"):
+        vocab_size = prepared.config.get_text_config().vocab_size
+        check_packing(base, config.loss, dtypes, vocab_size, config.packing.packed)
     return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total)
 
 

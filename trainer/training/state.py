@@ -30,6 +30,8 @@ class State:
     num_targets: int = 0
     seconds: float = 0.0
     """wall time of optimizer steps so far"""
+    peak_memory: int = 0
+    """highest allocated bytes so far"""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     window: Window = field(default_factory=Window)

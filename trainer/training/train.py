@@ -114,7 +114,7 @@ class TrainingRun:
             self.situation.where = "the probe of the largest micro-batch"
             with self.stages.stage("memory probe"):
                 num_tokens = probe_memory(ready.loop, held_out)
-            self.peak_memory = memory.read().peak
+            self.peak_memory = max(self.peak_memory, memory.read().peak)
             self.metrics.write("probe", num_tokens=num_tokens, memory_peak_gib=self.peak_memory / GIB)
             self.screen.say(f"probe: the largest micro-batch, {num_tokens:,} tokens, fits")
         self.snapshot = Snapshot(prepared.device, config.memory.snapshot, self.folder.path)
@@ -170,6 +170,7 @@ class TrainingRun:
             write_atomically(self.folder.file("manifest.json"), json.dumps(self._manifest(ready, run_id), indent=1))
             return rng_state(device)
         self.state = load_state(beginning.checkpoint)
+        self.peak_memory = self.state.peak_memory
         return load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, device)
 
     def _manifest(self, ready: Ready, run_id: str) -> dict[str, Any]:
@@ -196,10 +197,9 @@ class TrainingRun:
         except Interrupted as stop:
             watch.save_now(self.state)
             self.peak_memory = watch.peak_memory
+            saved = f"The state after step {self.state.step} is saved" if self.state.step else "No step was done yet"
             raise Interrupted(
-                stop.exit_code - 128,
-                f"{stop} The state after step {self.state.step} is saved; go on with: "
-                f"trainer resume run={self.folder.path}",
+                stop.exit_code - 128, f"{stop} {saved}; go on with: trainer resume run={self.folder.path}"
             ) from None
         finally:
             self.interrupts.deferred = False

@@ -70,7 +70,7 @@ class Watch:
         window, position = state.window, self.loop.steps.position(state.step)
         loss = float(window.loss_sum) / window.num_targets  # reads the device
         memory = self.loop.memory.read()
-        self.peak_memory = max(self.peak_memory, memory.peak)
+        self.peak_memory = state.peak_memory = max(self.peak_memory, memory.peak)
         mfu = window.flops / window.seconds / self.matmul_flops
         row = self.metrics.write(
             "train",
