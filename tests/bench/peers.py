@@ -29,7 +29,10 @@ class Referee:
     """Between two steps a contestant waits here."""
 
     def __init__(self, memory: Memory):
+        """The first step measures memory: reading the C allocator's count every few milliseconds costs CPU time, so
+        the thread that does it does not run in the steps whose time counts."""
         self.memory = memory
+        self.measuring = False
         self.base = memory.read().allocated
         self.before: tuple[float, float] | None = None
 
@@ -38,6 +41,9 @@ class Referee:
         print(json.dumps({"ready": True}), file=self.out(), flush=True)
         if not sys.stdin.readline().strip():
             return False
+        if self.before is None:
+            self.memory.__enter__()
+            self.measuring = True
         self.memory.read()  # the peak starts anew
         self.before = time.process_time(), time.perf_counter()
         return True
@@ -45,7 +51,10 @@ class Referee:
     def done(self, loss: float) -> None:
         """Reports the step."""
         cpu, wall = time.process_time(), time.perf_counter()
-        peak = self.memory.read().peak - self.base
+        peak = self.memory.read().peak - self.base if self.measuring else None
+        if self.measuring:
+            self.memory.__exit__()
+            self.measuring = False
         row = {"cpu_seconds": cpu - self.before[0], "wall_seconds": wall - self.before[1], "loss": loss, "peak": peak}
         print(json.dumps(row), file=self.out(), flush=True)
 
@@ -60,7 +69,7 @@ class Stop(Exception):
 def ours(settings: Settings, memory: Memory) -> None:
     """This trainer's own loop, from its own configuration."""
     from trainer.config.compose import compose
-    from trainer.training import session
+    from trainer.run import session
     from trainer.training.loop import train
     from trainer.training.state import State, Window, rng_state
 
@@ -281,11 +290,10 @@ def main() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the libraries' own logs; ours goes to the real one
     torch.set_num_threads(1)
     settings = json.loads(Path(file).read_text(encoding="utf-8"))
-    with Memory(torch.device("cpu")) as memory:
-        try:
-            KINDS[kind](settings, memory)
-        except Stop:
-            return
+    try:
+        KINDS[kind](settings, Memory(torch.device("cpu")))
+    except Stop:
+        return
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def compare(model: Path, scratch: Path, policy: str, names: list[str], samples: 
         contestants = [start(stack, name, settings, scratch) for name in names]
         for contestant in contestants:
             contestant.read()
-            contestant.step()  # the first step warms up: allocator, autotuning, the optimizer's state
+            contestant.step()  # warms up, makes the optimizer's state, and measures memory
         for _ in range(rounds):
             for contestant in contestants:
                 contestant.step()
@@ -88,7 +88,7 @@ def compare(model: Path, scratch: Path, policy: str, names: list[str], samples: 
             "tokens_per_cpu_second": tokens / statistics.median(step["cpu_seconds"] for step in timed),
             "ours_times_faster": statistics.median(ratios),
             "ours_times_faster_range": [min(ratios), max(ratios)],
-            "peak_gib": max(step["peak"] for step in timed) / GIB,
+            "peak_gib": contestant.steps[0]["peak"] / GIB,
             "first_loss": contestant.steps[0]["loss"],
             "last_loss": contestant.steps[-1]["loss"],
         }
@@ -101,7 +101,7 @@ def prepare(model: Path, scratch: Path, policy: str, num_samples: int) -> dict[s
     import torch
 
     from trainer.config.compose import compose
-    from trainer.training import session
+    from trainer.run import session
 
     torch.set_num_threads(1)
     overrides = [f"model.path={model}", "device=cpu", "precision=fp32", "quant=nf4", "adapter=lora", "adapter.r=16",
