@@ -10,10 +10,10 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trainer.config import schema  # noqa: F401  (registers the options)
-from trainer.config.registry import OPTIONS
 from trainer.data.batch import MicroBatch, collate
 from trainer.data.tokenize import TokenSet
 from trainer.model.precision import Dtypes
+from trainer.registry import OPTIONS
 from trainer.resources import shipped
 
 FP32 = Dtypes(torch.float32, "cpu")

@@ -106,7 +106,7 @@ def chat_rows(chats=CHATS) -> list[dict]:
 def train_here(overrides: list[str], run_dir: Path) -> dict:
     """Trains in this process; returns the summary. Raises TrainerError."""
     from trainer.config.compose import compose
-    from trainer.training.train import run_training
+    from trainer.run.train import run_training
 
     return run_training(compose([*overrides, f"output_dir={run_dir}"]), run_dir)
 

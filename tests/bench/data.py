@@ -123,7 +123,7 @@ def memory(model: str, file: str) -> dict[str, float]:
     """Peak resident memory of tokenising the file above that of the libraries, GiB; mapped pages count."""
     from transformers import AutoTokenizer
 
-    import trainer.training.session  # noqa: F401  what a run has loaded by then
+    import trainer.run.session  # noqa: F401  what a run has loaded by then
     from trainer.config.compose import compose
     from trainer.data.tokenize import load_tokens
 

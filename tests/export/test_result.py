@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.support import train_here
-from trainer.training import train as train_module
+from trainer.run import train as train_module
 
 
 def test_a_whole_model_reloads_in_plain_transformers_with_equal_logits(

@@ -12,7 +12,8 @@ from tests.support import metrics, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.errors import OutOfMemoryError
 from trainer.memory import probe as probe_module
-from trainer.training import checkpoint, loop, session, train
+from trainer.run import session, train
+from trainer.training import checkpoint, loop
 
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -12,7 +12,7 @@ from tests.support import train_here
 from trainer.config.compose import compose
 from trainer.errors import ModelError
 from trainer.model.adapters import decoder_linears, find_targets
-from trainer.training import session
+from trainer.run import session
 
 ENDINGS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
@@ -136,7 +136,7 @@ def test_plain_peft_reopens_the_adapter_with_equal_logits(targets, quant, base_o
     """A1: two tensors a target, B not zero, and no difference at all to the model that was trained."""
     from safetensors.torch import load_file
 
-    from trainer.training import train as train_module
+    from trainer.run import train as train_module
 
     kept = {}
     real = train_module.export

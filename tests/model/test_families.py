@@ -24,7 +24,7 @@ from trainer.errors import ModelError
 from trainer.export.reload import load_trained
 from trainer.model import attention, load
 from trainer.model.families import TEXT_KEYS
-from trainer.training import session
+from trainer.run import session
 
 CPU = torch.device("cpu")
 WINDOW = 8

@@ -15,7 +15,7 @@ from trainer.model import attention
 from trainer.model.attention import PACKED
 from trainer.model.precision import Dtypes
 from trainer.model.probe import check_packing
-from trainer.training import session
+from trainer.run import session
 from trainer.training.losses import Chunked, Full
 
 

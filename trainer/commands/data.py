@@ -38,8 +38,8 @@ def run(words: list[str]) -> int:
     from trainer.data.loader import TrainingSteps
     from trainer.data.templates import dress
     from trainer.model.load import load_tokenizer
+    from trainer.run.session import quiet_libraries
     from trainer.tracking.console import Screen
-    from trainer.training.session import quiet_libraries
 
     screen = Screen()
     quiet_libraries(screen)

@@ -28,8 +28,8 @@ def run(words: list[str]) -> int:
     from trainer.memory.plan import Planner
     from trainer.memory.report import full_plan
     from trainer.memory.show import show, show_explanation
+    from trainer.run.session import quiet_libraries
     from trainer.tracking.console import Screen
-    from trainer.training.session import quiet_libraries
 
     screen = Screen()
     quiet_libraries(screen)

@@ -15,7 +15,7 @@ Continues a stopped run from its last good checkpoint with the configuration sav
 
 def run(words: list[str]) -> int:
     folder, saved = run_argument(words, allowed=())
-    from trainer.training.train import run_training
+    from trainer.run.train import run_training
 
     train = replace(saved.config.train, resume=Resume.auto)  # whatever was said about a second start: this is one
     run_training(replace(saved, config=replace(saved.config, train=train)), folder)

@@ -123,12 +123,12 @@ def _end(planned: Planned, folder: SweepFolder, screen: Screen) -> int:
                 settings,
                 trial.status if trial is not None else "not run",
                 _shown(trial) + ("  best" if number == best else ""),
-                trial.folder if trial is not None else "-",
+                str(Path(trial.folder).relative_to(folder.path)) if trial is not None else "-",
             )
         )
     names = {trial.metric_name for trial in done.values() if trial.metric_name is not None}
     metric = METRICS[names.pop()] if len(names) == 1 else "loss"
-    screen.columns("trials", ("trial", "settings", "status", metric, "folder"), rows)
+    screen.columns(f"trials in {folder.path}", ("trial", "settings", "status", metric, "folder"), rows)
     if not bad:
         return 0
     screen.say(

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from trainer.commands.report_error import report
 from trainer.commands.sweep import run_sweep
-from trainer.config.compose import Planned, compose, plan, quoted, register
+from trainer.config.compose import Planned, plan, quoted, register
 from trainer.config.device import check_device
 from trainer.config.shelf import CONF
 from trainer.errors import ConfigError, StorageError, TrainerError, closest
@@ -26,6 +26,9 @@ HYDRA_FLAGS = ("--hydra-help", "--shell-completion", "-sc")
 RUN_FLAGS = ("--run", "-r")
 VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
 """Take the next word."""
+MODE_FLAGS = (*SWEEP_FLAGS, *RUN_FLAGS, "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+"""Of these Hydra takes one."""
+CFG_VALUES = ("job", "hydra", "all")
 FLAGS = (*SWEEP_FLAGS, *SHOW_FLAGS, *HYDRA_FLAGS, *RUN_FLAGS)
 
 HELP = """trainer train [key=value ...] [-m]    (the word train may be left out)
@@ -44,8 +47,7 @@ def run(words: list[str]) -> int:
         _enter_hydra(lambda composed: None, [*flags, *overrides])
         return 0
     if any(flag.partition("=")[0] in SHOW_FLAGS for flag in flags):
-        compose(overrides)
-        _enter_hydra(lambda composed: None, [*flags, *overrides])
+        _enter_hydra(lambda composed: None, [*flags, *plan(overrides).words])
         return 0
     planned = plan(overrides, multirun=any(flag in SWEEP_FLAGS for flag in flags))
     try:
@@ -62,7 +64,7 @@ def _run_one(planned: Planned) -> int:
 
     def job(composed: DictConfig) -> None:
         try:
-            from trainer.training.train import run_training
+            from trainer.run.train import run_training
 
             run_training(planned.run, planned.folder.absolute())
         except Exception as error:  # Hydra would print it in its own way
@@ -114,4 +116,12 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             flags.append(next(remaining, ""))
     if unknown:
         raise ConfigError(f"unknown flag {', '.join(unknown)}. Allowed: {', '.join(FLAGS)}")
+    modes = [name for flag in flags if (name := flag.partition("=")[0]) in MODE_FLAGS]
+    if len(modes) > 1:
+        raise ConfigError(f"{' '.join(modes)}: only one of these at a time")
+    if "--resolve" in flags and not modes:
+        raise ConfigError("--resolve: goes with --cfg job")
+    for flag, value in zip(flags, [*flags[1:], ""], strict=False):
+        if flag in ("--cfg", "-c") and value not in CFG_VALUES:
+            raise ConfigError(f"{flag} {value}: what to print? Allowed: {', '.join(CFG_VALUES)}")
     return flags, overrides

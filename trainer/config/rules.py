@@ -11,7 +11,7 @@ from trainer.config.types import shown
 from trainer.data.options import OverLength, source_problems
 from trainer.model.adapters import LoRA, NoAdapter
 from trainer.model.options import Weights
-from trainer.model.quant import NoQuant
+from trainer.model.quant import FourBit, NoQuant
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -95,6 +95,8 @@ def _across(config: Config) -> list[str]:
             f"model.trust_remote_code=true runs code from model.path, so model.revision={shown(config.model.revision)} "
             "must be a commit (40 characters): the code that you have read, and no later one"
         )
+    if config.model.quantized_cache:
+        problems += _quantized_cache(config)
     if config.packing.packed and train.micro_batch_tokens < data.max_length:
         problems.append(
             f"train.micro_batch_tokens={train.micro_batch_tokens} is below data.max_length={data.max_length}: "
@@ -106,6 +108,18 @@ def _across(config: Config) -> list[str]:
         problems += _target_modules(adapter.target_modules)
     if data.over_length is OverLength.split and data.format.value not in ("auto", "text"):
         problems.append(f"data.over_length=split cuts plain text; data.format={data.format.value} cannot be split")
+    return problems
+
+
+def _quantized_cache(config: Config) -> list[str]:
+    key = "model.quantized_cache=true"
+    problems = []
+    if not isinstance(config.quant, FourBit):
+        problems.append(f"{key} stores a 4-bit base: use quant=nf4 or quant=fp4, or leave it out")
+    if config.model.weights is Weights.random:
+        problems.append(f"{key} stores weights that are read from files, which model.weights=random does not do")
+    if config.model.trust_remote_code:
+        problems.append(f"{key} does not serve models with code of their own: leave out one of the two")
     return problems
 
 

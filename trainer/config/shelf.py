@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config.registry import OPTIONS
 from trainer.config.schema import SECTIONS, Train
 from trainer.errors import ConfigError
+from trainer.registry import OPTIONS
 from trainer.resources import shipped
 
 CONF = shipped("conf")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-from trainer.config.registry import option
 from trainer.errors import closest
+from trainer.registry import option
 
 
 class Format(Enum):

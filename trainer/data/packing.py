@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config.registry import option
+from trainer.registry import option
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train

@@ -19,7 +19,7 @@ from trainer.model.load import load_base, load_config
 from trainer.model.new_tokens import grow
 from trainer.model.options import Weights
 from trainer.model.precision import Dtypes
-from trainer.training.session import find_device
+from trainer.run.session import find_device
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trainer.config.registry import option
+from trainer.registry import option
 
 
 class Probe(Enum):

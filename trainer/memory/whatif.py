@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.config.registry import OPTIONS
 from trainer.config.shelf import option_values, options, schema_of
 from trainer.memory.optimizer import optimizer_memory
 from trainer.memory.speed import recomputed_share
 from trainer.model.adapters import LoRA, decoder_linears
 from trainer.model.checkpointing import Full, NoCheckpointing, Segments, Sqrt
+from trainer.registry import OPTIONS
 from trainer.training.losses import Full as FullLoss
 
 if TYPE_CHECKING:

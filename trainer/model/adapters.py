@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.registry import option
 from trainer.errors import ModelError, closest
+from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch

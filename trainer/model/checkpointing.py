@@ -13,8 +13,8 @@ from functools import partial
 from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.registry import option
 from trainer.errors import ConfigError, ModelError
+from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch

@@ -27,6 +27,7 @@ from trainer.model.families import check_modules, text_config
 from trainer.model.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.options import Weights
 from trainer.model.precision import Dtypes
+from trainer.model.quantized_cache import through_cache
 from trainer.resources import resolve
 
 if TYPE_CHECKING:
@@ -128,6 +129,30 @@ def _pretrained_base(
     model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
 ) -> PreTrainedModel:
     source = find(model)
+    if not model.quantized_cache:
+        return _from_files(model, source, config, quant, dtypes, device, attention)
+    with _user_errors(f"{source.asked}: the quantised cache cannot be used"):
+        base = through_cache(
+            source,
+            config,
+            quant.config(dtypes.compute),
+            dtypes.compute,
+            device,
+            attention,
+            lambda: _from_files(model, source, config, quant, dtypes, device, attention),
+        )
+    return _named(base, source)
+
+
+def _from_files(
+    model: Model,
+    source: Source,
+    config: PretrainedConfig,
+    quant: Quant,
+    dtypes: Dtypes,
+    device: torch.device,
+    attention: str,
+) -> PreTrainedModel:
     if source.hub is not None:
         hub.download_weights(source.hub, weight_files(source.folder, source.asked))
         check_folder(source.folder, source.asked)
@@ -151,8 +176,12 @@ def _pretrained_base(
             f"{source.asked}: the weights do not belong to this architecture ({config.model_type}): {len(missing)} "
             f"parameters are not in the files, such as {missing[0]}."
         )
-    if source.hub is not None:  # what the adapter's files name as its base is the model, not a folder of this machine
-        base.name_or_path = base.config._name_or_path = source.hub.path
+    return _named(base, source)
+
+
+def _named(base: PreTrainedModel, source: Source) -> PreTrainedModel:
+    """What the adapter's files name as its base is the hub's model or the user's folder, never one of a cache."""
+    base.name_or_path = base.config._name_or_path = source.hub.path if source.hub is not None else str(source.folder)
     return base
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from trainer.config.registry import option
+from trainer.registry import option
 
 
 class Weights(Enum):
@@ -27,6 +27,8 @@ class Model:
     """run the model's own Python code; from the command line only, and with a commit as model.revision"""
     new_tokens: list[str]
     """tokens that the tokenizer does not have; only their rows of the embeddings train, beside the adapter"""
+    quantized_cache: bool
+    """store the quantised base in the cache folder (TRAINER_CACHE), and load it from there at the next start"""
     weights: Weights
     """random builds the architecture below and downloads nothing"""
     architecture: dict[str, Any]

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.registry import option
 from trainer.errors import ConfigError
+from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch

@@ -42,8 +42,9 @@ def check_packing(model: PreTrainedModel, loss: Loss, dtypes: Dtypes, vocab_size
     difference = ((together - expected).abs() / expected.abs()).item()
     if not difference <= TOLERANCE[dtypes.compute]:
         way_out = "Use packing=none; if that also fails, loss=full." if packed else "Use loss=full."
+        how = "in one row" if packed else "padded"
         raise ModelError(
-            f"packing probe: two samples {'in one row' if packed else 'padded'} give a loss of {together.item():.4f}, each "
+            f"packing probe: two samples {how} give a loss of {together.item():.4f}, each "
             f"alone {expected.item():.4f} in sum. With this model ({model.config.model_type}, attention {attention}) "
             f"{'packed samples would see each other, or the' if packed else 'the'} loss path differs. {way_out}"
         )

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.registry import option
+from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.config.registry import option
+from trainer.registry import option
 
 
 class Mode(Enum):

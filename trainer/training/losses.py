@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.registry import option
 from trainer.errors import ConfigError, ModelError
+from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch

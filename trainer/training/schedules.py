@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from trainer.config.registry import option
+from trainer.registry import option
 
 
 @dataclass

@@ -16,26 +16,26 @@ from safetensors import SafetensorError
 
 from trainer.config.saved import Run, public_config, save_run
 from trainer.errors import Interrupted, StorageError, TrainerError
-from trainer.export.answers import held_out_answers
 from trainer.export.result import export, stop_tokens
 from trainer.memory.advice import Situation, advising
 from trainer.memory.measure import GIB, Memory, rss_peak
 from trainer.memory.probe import probe_memory, wanted
 from trainer.memory.report import short_plan
 from trainer.memory.snapshot import Snapshot, statistics
+from trainer.run import session
+from trainer.run.answers import held_out_answers
+from trainer.run.resume import Beginning, check_same_data, decide
+from trainer.run.session import Prepared, Ready, Stages
+from trainer.run.tables import answers_table, end_table, start_table
 from trainer.tracking.console import Screen
 from trainer.tracking.metrics import Metrics
 from trainer.tracking.options import Tracker
 from trainer.tracking.run_folder import RunFolder, git_commit, new_run_id, versions
-from trainer.training import session
 from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state, write_atomically
 from trainer.training.evaluate import evaluate
 from trainer.training.interrupts import Interrupts
 from trainer.training.loop import train
-from trainer.training.resume import Beginning, check_same_data, decide
-from trainer.training.session import Prepared, Ready, Stages
 from trainer.training.state import State, rng_state
-from trainer.training.tables import answers_table, end_table, start_table
 from trainer.training.throughput import matmul_flops
 from trainer.training.watch import Watch
 from trainer.training.weights import trainable_hash

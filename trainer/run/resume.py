@@ -15,7 +15,7 @@ from trainer.training.checkpoint import Checkpoints
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
-FREE_KEYS += ("model.trust_remote_code", "memory.probe", "memory.snapshot", "memory.stats")
+FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache", "memory.probe", "memory.snapshot", "memory.stats")
 """Settings that may differ between a run and its continuation: none of them changes a weight."""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from trainer.config.saved import Run
 from trainer.memory.measure import GIB, Memory
 from trainer.model import fused, load
+from trainer.run.session import Ready, Stages
 from trainer.tracking.console import Screen
-from trainer.training.session import Ready, Stages
 
 
 def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: Memory, tracking: str) -> None:

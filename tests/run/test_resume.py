@@ -16,11 +16,11 @@ from tests.processes import in_child, kill_after_step, kill_at
 from tests.support import CHATS, REPO, chat_rows, metrics, train_here, write_jsonl
 from trainer.config.saved import load_run
 from trainer.errors import StorageError
+from trainer.run.train import run_training
 from trainer.training import checkpoint as checkpoint_module
 from trainer.training import loop as loop_module
 from trainer.training.checkpoint import Checkpoints
 from trainer.training.losses import Chunked
-from trainer.training.train import run_training
 
 THIRTEEN = [*CHATS, *[(a, q) for q, a in CHATS[:5]]]
 CLOCK = ("seconds", "tokens_per_second", "memory_allocated_gib", "memory_peak_gib", "rss_peak_gib", "time")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.config import registry
-from trainer.config.registry import OPTIONS, option
+from trainer import registry
+from trainer.registry import OPTIONS, option
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from trainer.data.tokenize import openings
 from trainer.export.generate import answer
 
 if TYPE_CHECKING:
-    from trainer.training.session import Ready
+    from trainer.run.session import Ready
 
 MAX_NEW_TOKENS = 64
 

@@ -16,9 +16,9 @@ from tests.factories import load
 from tests.processes import in_child
 from tests.support import REPO, metrics, train_here
 from trainer.errors import Interrupted, OutOfMemoryError, StorageError
+from trainer.run import session
+from trainer.run import train as train_module
 from trainer.tracking.run_folder import RunFolder
-from trainer.training import session
-from trainer.training import train as train_module
 from trainer.training.checkpoint import Checkpoints, damage
 from trainer.training.losses import Chunked
 
@@ -32,7 +32,7 @@ SUMMARY_FIELDS = (
 ).split()
 
 STAGES = {
-    "tokenise": (session, "load_tokens", 1),
+    "tokenise": (session, "load_data", 1),
     "load": (session, "load_base", 1),
     "probe": (session, "check_packing", 1),
     "first evaluation": (train_module, "evaluate", 1),
@@ -245,5 +245,7 @@ def test_an_allocators_failure_says_what_to_change(job, tmp_path, monkeypatch):
     with pytest.raises(OutOfMemoryError) as error:
         train_here([*job, "train.save_every=1"], tmp_path / "run")
     assert error.value.exit_code == 7
-    assert "train.micro_batch_tokens=128" in str(error.value) and "Checkpoint kept: step-0000000" in str(error.value)
+    message = str(error.value)
+    assert "train.micro_batch_tokens=64 data.max_length=64 train.accumulation_steps=4" in message
+    assert "step-0000000" in message
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
