@@ -23,11 +23,12 @@ QUANTS = ["none", "nf4", "fp4", "int8"]
 
 
 def random_model(**fields) -> Model:
-    return Model(None, None, Weights.random, {"model_type": "llama", **LLAMA, **fields}, "embedded:tiny")
+    architecture = {"model_type": "llama", **LLAMA, **fields}
+    return option("model", "tiny", path=None, weights=Weights.random, architecture=architecture)
 
 
 def pretrained(folder) -> Model:
-    return Model(str(folder), None, Weights.pretrained, {}, "embedded:tiny")
+    return option("model", "tiny", path=str(folder), weights=Weights.pretrained, architecture={})
 
 
 def build(model: Model, quant: str, dtypes: Dtypes = FP32, seed: int = 0, attention: str = "sdpa"):
@@ -161,7 +162,7 @@ def test_a_config_field_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match=r"model_type=lama: .*\(did you mean llama\?\)"):
         load_config(random_model(model_type="lama"))
     with pytest.raises(ConfigError, match="model_type is missing"):
-        load_config(Model(None, None, Weights.random, {"hidden_size": 8}, "embedded:tiny"))
+        load_config(option("model", "tiny", weights=Weights.random, architecture={"hidden_size": 8}))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +172,9 @@ def test_a_config_field_that_does_not_exist_is_refused():
         (lambda f: (f / "config.json").unlink(), "no config.json"),
         (lambda f: (f / "model.safetensors").unlink(), "no weights"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only pickled weights"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json cannot be loaded"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json:1: not JSON"),
         (lambda f: (f / "config.json").write_text('{"model_type": "no_such_type"}'), "config.json cannot be loaded"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "the weights cannot be loaded"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "model.safetensors is damaged or cut off"),
     ],
 )
 def test_a_bad_model_folder_is_a_model_error(damage, said, tmp_path):
