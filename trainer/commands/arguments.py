@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.saved import Run, load_run
+from trainer.config.saved import CONFIG, Run, load_run
 from trainer.errors import ConfigError, StorageError, closest, listing
 
 TRUST = "model.trust_remote_code"
@@ -35,6 +35,8 @@ def run_argument(words: list[str], allowed: tuple[str, ...]) -> tuple[Path, Run]
         raise StorageError(f"run={folder}: there is no such folder.")
     saved = load_run(folder)
     if saved is None:
-        raise StorageError(f"run={folder}: holds no run (no config.yaml).")
+        trials = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
+        hint = f" Is it a sweep? Name a trial: run={folder / trials[0]}" if trials else ""
+        raise StorageError(f"run={folder}: holds no run (no {CONFIG}).{hint}")
     saved.config.model.trust_remote_code = arguments.get(TRUST) == "true"
     return folder, saved
