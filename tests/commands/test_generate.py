@@ -1,39 +1,172 @@
-"""`trainer generate`: an answer from a finished run, and what it refuses before any weight is read."""
+"""Answers of a run that has learned its eight chats by heart: alone, in batches, in a chat, piece by piece."""
 
+from __future__ import annotations
+
+import io
+import json
 import sys
 
 import pytest
+import torch
 
 from tests.program import here
 from tests.support import CHATS, train_here
+from trainer.commands import generate
 from trainer.config.compose import compose
-from trainer.config.saved import save_run
+from trainer.config.saved import load_run, save_run
+from trainer.errors import ConfigError, DataError
+from trainer.export.dialogue import Conversation
+from trainer.export.reload import load_trained
+from trainer.model import load
 
 
 @pytest.fixture(scope="module")
-def trained(tiny, chats, tmp_path_factory):
-    """The eight chats by heart."""
-    run = tmp_path_factory.mktemp("generate") / "run"
+def learned(tmp_path_factory, tiny, chats):
+    """A run whose training rows are answered word for word; the template ends turns with <|eot|>."""
+    run_dir = tmp_path_factory.mktemp("learned") / "run"
     words = [*tiny.overrides(), "data=file", f"data.path={chats}", "data.max_length=128", "data.eval_fraction=0"]
-    words += ["quant=none", "precision=fp32", "optim=adamw", "optim.learning_rate=1e-2", "schedule=constant"]
-    words += ["device=cpu", "train.micro_batch_tokens=512", "train.accumulation_steps=1", "train.save_every=0"]
-    train_here([*words, "train.max_steps=60", "adapter.alpha=64"], run)
-    return run
+    words += ["quant=none", "precision=fp32", "optim=adamw", "optim.learning_rate=2e-2", "device=cpu", "adapter.r=32"]
+    words += ["train.micro_batch_tokens=512", "train.accumulation_steps=1", "train.epochs=60", "train.save_every=0"]
+    train_here([*words, "train.log_every=60", "schedule.warmup_ratio=0"], run_dir)
+    return run_dir
 
 
-@pytest.mark.parametrize("pair", [CHATS[0], CHATS[2], CHATS[5]], ids=lambda pair: pair[0])
-def test_a_prompt_is_answered_as_trained(trained, pair, capsys):
-    """Greedy, through the template, to the end token and no further."""
-    prompt, answer = pair
-    for _ in range(2):
-        assert here("generate", f"run={trained}", f"prompt={prompt}") == 0
-        assert capsys.readouterr().out == answer + "\n"
+@pytest.fixture(scope="module")
+def trained(learned):
+    return load_trained(load_run(learned), learned)
 
 
-def test_the_answer_is_cut_at_the_limit(trained, tokenizer, capsys):
-    prompt, answer = CHATS[1]
-    assert here("generate", f"run={trained}", f"prompt={prompt}", "max_new_tokens=3") == 0
-    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(tokenizer(answer)["input_ids"][:3])
+def ask(question: str) -> list[dict]:
+    return [{"role": "user", "content": question}]
+
+
+def test_it_answers_as_trained_and_stops_at_the_trained_end(trained):
+    for question, expected in CHATS:
+        assert trained.answer(ask(question), 60) == expected  # 60 tokens would be more, had it not stopped
+
+
+def test_the_answer_is_the_plain_loop_of_forward_passes(trained):
+    """Oracle: one token at a time without a cache, until the end token."""
+    ids = trained.encoder.prompt(ask("What is blue, and who says so?"))
+    new = []
+    with torch.no_grad():
+        while len(new) < 20:
+            logits = trained.model.eval()(input_ids=torch.tensor([ids + new]), use_cache=False).logits
+            new.append(int(logits[0, -1].argmax()))
+            if new[-1] in trained.end_tokens:
+                break
+    expected = trained.encoder.tokenizer.decode(new, skip_special_tokens=True).strip()
+    assert trained.answer(ask("What is blue, and who says so?"), 20) == expected
+
+
+def test_exactly_one_begin_token(trained):
+    ids = trained.encoder.prompt(ask(CHATS[0][0]))
+    bos = trained.encoder.tokenizer.bos_token_id
+    assert ids[0] == bos and ids.count(bos) == 1
+
+
+def test_the_prompt_is_what_was_trained_on(trained):
+    """The tokens before an answer in training are those that generation asks with."""
+    from trainer.data.formats import Dialogue
+
+    messages = [*ask("Say hi"), {"role": "assistant", "content": "Hi!"}]
+    ids, is_target = trained.encoder.encode(Dialogue(messages, [False, True], None))
+    assert ids[: is_target.index(True)] == trained.encoder.prompt(ask("Say hi"))
+
+
+def test_a_batch_of_unequal_prompts_gives_what_each_gives_alone(trained):
+    dialogues = [ask(question) for question, _ in CHATS] + [ask("Unknown?"), ask("What is red? " * 5)]
+    alone = [trained.answer(messages, 30) for messages in dialogues]
+    assert trained.answer_many(dialogues, 30) == alone
+
+
+def test_the_pieces_make_the_answer(trained):
+    pieces = []
+    text = trained.answer(ask(CHATS[4][0]), 60, pieces.append)
+    assert "".join(pieces).strip() == text == CHATS[4][1]
+    assert len(pieces) > 3
+
+
+def test_a_conversation_keeps_its_history(trained):
+    conversation = Conversation(trained, 30, system="Be brief.")
+    first = conversation.ask("Say hi")
+    second = conversation.ask("2 + 3?")
+    whole = [
+        {"role": "system", "content": "Be brief."},
+        *ask("Say hi"),
+        {"role": "assistant", "content": first},
+        *ask("2 + 3?"),
+    ]
+    assert second == trained.answer(whole, 30)
+    conversation.forget()
+    assert conversation.ask("Say hi") == first
+
+
+def test_a_conversation_that_is_too_long_forgets_its_oldest_turns(trained):
+    limit = 30
+    conversation = Conversation(trained, limit)
+    for _ in range(16):
+        conversation.ask("Which animal says moo, and which says woof?")
+    assert conversation.forgotten > 0
+    assert len(trained.prompt(conversation.turns[:-1])) + limit <= 512  # the model's positions
+    with pytest.raises(DataError, match="more than the model's 512 positions"):
+        conversation.ask("many words " * 400)
+
+
+def test_the_command_prints_the_answer(learned, capsys):
+    assert generate.run([f"run={learned}", f"prompt={CHATS[0][0]}"]) == 0
+    assert capsys.readouterr().out == CHATS[0][1] + "\n"
+
+
+def test_a_file_of_prompts(learned, tmp_path, capsys):
+    lines = [json.dumps(CHATS[0][0]), json.dumps({"prompt": CHATS[1][0]}), ""]
+    lines += [json.dumps({"messages": [*ask(CHATS[2][0]), {"role": "assistant", "content": "expected"}]})]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "prompts.txt").write_text("\n".join(question for question, _ in CHATS[:3]) + "\n")
+    for name in ("prompts.jsonl", "prompts.txt"):
+        out = tmp_path / f"{name}.out"
+        assert generate.run([f"run={learned}", f"prompts={tmp_path / name}", f"to={out}", "batch_size=2"]) == 0
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(row["messages"][-1]["content"], row["answer"]) for row in rows] == CHATS[:3]
+    capsys.readouterr()
+    generate.run([f"run={learned}", f"prompts={tmp_path / 'prompts.txt'}"])
+    assert [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines()] == [a for _, a in CHATS[:3]]
+
+
+def test_a_chat_from_a_pipe(learned, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{CHATS[2][0]}\n\n/new\n{CHATS[5][0]}\n/exit\nnever\n"))
+    assert generate.run([f"run={learned}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [CHATS[2][1], CHATS[5][1]]
+
+
+def test_an_interrupted_answer_leaves_the_history(trained, monkeypatch, capsys):
+    conversation = Conversation(trained, 30)
+    conversation.ask("Say hi")
+    before = list(conversation.turns)
+    monkeypatch.setattr(generate, "_show", lambda piece: (_ for _ in ()).throw(KeyboardInterrupt))
+    generate._reply(conversation, "2 + 3?")
+    assert "(stopped)" in capsys.readouterr().out
+    assert conversation.turns == before
+
+
+def test_bad_lines_are_all_listed_before_any_weight(learned, tmp_path, monkeypatch):
+    monkeypatch.setattr(load, "load_base", None)
+    file = tmp_path / "bad.jsonl"
+    file.write_text('"good"\n{"prompt": 7}\n{"messages": []}\n{broken\n')
+    with pytest.raises(DataError) as caught:
+        generate.run([f"run={learned}", f"prompts={file}"])
+    assert all(f"bad.jsonl:{line}:" in str(caught.value) for line in (2, 3, 4))
+    with pytest.raises(DataError, match=r"cannot be read: No such file"):
+        generate.run([f"run={learned}", f"prompts={tmp_path / 'absent.txt'}"])
+
+
+def test_arguments_that_exclude_each_other(learned, tmp_path):
+    (tmp_path / "there").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        generate.run([f"run={learned}", "prompt= ", "prompts=x", f"to={tmp_path / 'there'}"])
+    assert all(words in str(caught.value) for words in ("exclude each other", "is empty", "is there already"))
+    with pytest.raises(ConfigError, match="max_new_tokens=0: must be a whole number"):
+        generate.run([f"run={learned}", "max_new_tokens=0"])
 
 
 @pytest.mark.parametrize(
@@ -41,25 +174,21 @@ def test_the_answer_is_cut_at_the_limit(trained, tokenizer, capsys):
     [
         (["prompt=hi"], 2, "run=DIR is missing"),
         (["run={run}", "promt=hi"], 2, "promt=hi: unknown argument (did you mean prompt?)"),
-        (["run={run}", "prompt= "], 2, "prompt"),
-        (["run={run}", "prompt=hi", "max_new_tokens=0"], 2, "max_new_tokens=0: must be a whole number above 0"),
         (["run={run}", "prompt=hi", "max_new_tokens=1.5"], 2, "max_new_tokens=1.5: must be a whole number above 0"),
         (["run={run}", "prompt=hi", "max_new_tokens=-1"], 2, "max_new_tokens=-1: must be a whole number above 0"),
         (["run={run}/nowhere", "prompt=hi"], 5, "there is no such folder"),
+        (
+            ["run={run}", "prompt=hi"],
+            4,
+            "has no result yet (no adapter/ or model/). Finish it first: trainer resume run=",
+        ),
     ],
 )
-def test_wrong_arguments(words, code, said, tmp_path, capsys):
-    save_run(compose([]), tmp_path)
+def test_mistakes_are_one_block_with_their_code(words, code, said, tmp_path, capsys):
+    save_run(compose(["device=cpu", "precision=fp32"]), tmp_path)
     assert here("generate", *(word.format(run=tmp_path) for word in words)) == code
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.startswith("trainer: ") and "Traceback" not in err
-
-
-def test_a_run_without_a_result_says_how_to_get_one(tmp_path, capsys):
-    save_run(compose(["device=cpu", "precision=fp32"]), tmp_path)
-    assert here("generate", f"run={tmp_path}", "prompt=hi") == 4
-    err = capsys.readouterr().err
-    assert "has no result yet" in err and f"trainer resume run={tmp_path}" in err
 
 
 def test_argument_errors_come_before_torch(tmp_path, monkeypatch):
