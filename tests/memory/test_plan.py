@@ -129,3 +129,13 @@ def test_the_peak_is_the_highest_moment_and_not_the_sum(planner):
 )
 def test_shapes_of_a_timeline_are_named(heights, word):
     assert word in timeline_shape([height * 10_000 for height in heights])
+
+
+def test_a_hub_model_is_planned_from_the_recipes_block_without_a_connection():
+    """The same numbers as for random weights of that architecture: nothing is asked of the hub."""
+    from trainer.memory.plan import Planner
+
+    hub = Planner(compose(["recipe=qlora_llama3_8b"]).config)
+    block = Planner(compose(["recipe=qlora_llama3_8b", "model.weights=random"]).config)
+    assert hub.model_config.hidden_size == 4096 and hub.model_config.num_hidden_layers == 32
+    assert sum(p.numel() for p in hub.skeleton.parameters()) == sum(p.numel() for p in block.skeleton.parameters())

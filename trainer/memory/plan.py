@@ -17,7 +17,7 @@ from trainer.memory.standins import outline
 from trainer.memory.static import Static, count_static
 from trainer.memory.trace import Profile, Shape, planned_attention, trace
 from trainer.model.checkpointing import Auto as AutoCheckpointing
-from trainer.model.load import load_config, skeleton
+from trainer.model.load import planned_config, skeleton
 from trainer.model.precision import Auto, Dtypes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Planner:
         self.config = config
         self.device_type = planned_device(config.device)
         self.dtypes = dtypes or planned_dtypes(config, self.device_type)
-        self.model_config = model_config or load_config(config.model)
+        self.model_config = model_config or planned_config(config.model)
         self.shape = shape or largest_shape(config)
         self._profiles: dict[tuple[str, int], Profile] = {}
 

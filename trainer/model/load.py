@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -84,6 +85,19 @@ def load_config(model: Model) -> PretrainedConfig:
     config = text_config(_own_config(model, source), source.asked)[0]
     config._commit_hash = source.commit
     return config
+
+
+def planned_config(model: Model) -> PretrainedConfig:
+    """The architecture without a connection: the model's config.json if it is here, else the recipe's block."""
+    if model.weights is Weights.pretrained:
+        path = resolve(model.path)
+        if Path(path).expanduser().exists() or path.startswith((".", "/", "~")):
+            return load_config(model)
+        cached = try_to_load_from_cache(path, "config.json", revision=model.revision)
+        if isinstance(cached, str):
+            with _user_errors(f"model.path={model.path}: config.json cannot be loaded"):
+                return text_config(AutoConfig.from_pretrained(Path(cached).parent), f"model.path={model.path}")[0]
+    return text_config(_written_config(model), "model.architecture")[0]
 
 
 def differences(model: Model, config: PretrainedConfig) -> str | None:
