@@ -297,7 +297,7 @@ def order_row(rng: random.Random) -> Row:
         [
             f"{name} wants {goods} by {day}.",
             f"Please send {goods} to {name} on {day}.",
-            f"{capital(str(goods))} for {name}, to be ready by {day}.",
+            f"{goods} for {name}, to be ready by {day}.",
             f"On {day} {name} needs {goods}.",
             f"By {day}, please: {goods} for {name}.",
             f"This is {name}. I would like {goods} on {day}.",
