@@ -10,7 +10,7 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
 from trainer.config.check import parse
-from trainer.config.compose import compose, expand, plan, quoted
+from trainer.config.compose import compose, configs, expand, plan, quoted
 from trainer.config.rules import broken_rules
 from trainer.config.saved import to_plain
 from trainer.config.schema import SECTIONS, Config, Device, Train
@@ -236,6 +236,16 @@ def test_a_glob_is_the_options_of_a_group():
 def test_a_sweep_over_nothing_that_can_be_counted_is_refused(word):
     with pytest.raises(ConfigError, match="no values to try"):
         expand(parse([word]))
+
+
+def test_each_trials_configuration_is_what_composing_it_alone_gives():
+    """Oracle: Hydra, for each of them."""
+    words = ["recipe=quickstart", "quant=nf4,none", "optim.learning_rate=1e-4,2e-4", "data.columns={prompt: q}"]
+    words += ["+model.architecture.mlp_bias=true", "output_dir=here", "data.eval_path=${data.path}"]
+    trials = expand(parse(words))
+    assert list(configs(trials)) == [compose(trial).config for trial in trials]
+    with pytest.raises(ConfigError, match="seed"):
+        list(configs([["seed=${data.path}"]]))
 
 
 def test_a_prepared_sweep_is_a_sweep_without_a_flag():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.check import check, for_hydra, parse, problems_in, without_null_picks
@@ -86,7 +87,7 @@ def plan(words: list[str], multirun: bool = False) -> Planned:
         return Planned(run, folder, for_hydra(overrides), None)
     trials = expand([*parse([f"{key}={values}" for key, values in params.items()]), *overrides])
     _check_each(trials)
-    _check_rules(_config_of(trial) for trial in trials)
+    _check_rules(configs(trials))
     return Planned(run, folder, for_hydra(overrides), trials)
 
 
@@ -136,9 +137,25 @@ def _check_rules(configs: Iterable[Config]) -> None:
         raise ConfigError(listing(problems))
 
 
-def _config_of(trial: list[str]) -> Config:
-    with composing(trial) as composed:
-        return to_run(composed, trial).config
+def configs(trials: list[list[str]]) -> Iterator[Config]:
+    """The configuration of each trial. Composing takes Hydra a third of a second: once for all that pick the same."""
+    trees: dict[tuple[str, ...], DictConfig] = {}
+    for trial in trials:
+        overrides = parse(trial)
+        picks = tuple(o.input_line for o in overrides if o.key_or_group in GROUPS)
+        if picks not in trees:
+            with composing(list(picks)) as composed:
+                with flag_override(composed, ["struct", "readonly"], False):
+                    del composed["hydra"]
+                trees[picks] = composed
+        tree = deepcopy(trees[picks])
+        try:
+            for override in overrides:
+                if override.key_or_group not in GROUPS:
+                    OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
+            yield _config(tree)
+        except OmegaConfBaseException as error:
+            raise ConfigError(in_short(error)) from error
 
 
 def to_run(composed: DictConfig, overrides: list[str]) -> Run:
