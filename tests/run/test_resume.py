@@ -23,7 +23,8 @@ from trainer.training.checkpoint import Checkpoints
 from trainer.training.losses import Chunked
 
 THIRTEEN = [*CHATS, *[(a, q) for q, a in CHATS[:5]]]
-CLOCK = ("seconds", "tokens_per_second", "memory_allocated_gib", "memory_peak_gib", "rss_peak_gib", "time")
+TIMED = ("seconds", "tokens_per_second", "mfu", "time")
+CLOCK = (*TIMED, "peak_memory", "memory_allocated_gib", "memory_peak_gib", "rss_peak_gib")
 """What two equal runs may differ in."""
 
 
