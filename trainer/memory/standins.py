@@ -127,7 +127,7 @@ class Standin8bit(bnb.nn.Linear8bitLt):
 @singledispatch
 def standin(quant: Quant, linear: torch.nn.Linear, compute: torch.dtype) -> torch.nn.Module:
     """A linear layer's shape under a quantisation."""
-    raise NotImplementedError(type(quant).__name__)
+    raise TypeError(f"no stand-in is known for {type(quant).__name__}: register one beside its siblings")
 
 
 @standin.register

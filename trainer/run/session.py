@@ -18,7 +18,7 @@ import transformers
 
 from trainer.config.device import NO_GPU
 from trainer.config.saved import Run
-from trainer.config.schema import Device
+from trainer.config.schema import Device, Train
 from trainer.data.load import load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
 from trainer.data.prefetch import PrefetchingSteps
@@ -103,11 +103,15 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
     _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
-    steps = PrefetchingSteps(train_set, config.packing, config.train, config.seed, pin=device.type == "cuda")
+
+    def steps_of(train: Train) -> PrefetchingSteps:
+        return PrefetchingSteps(train_set, config.packing, train, config.seed, pin=device.type == "cuda")
+
+    steps = steps_of(config.train)
     with stages.stage("plan"):
         plan = plan_run(config, model_config, dtypes, steps)
-    if plan.train is not config.train:
-        steps = TrainingSteps(train_set, config.packing, plan.train, config.seed)
+    if plan.train is not config.train:  # checkpointing=auto made the micro-batch smaller
+        steps = steps_of(plan.train)
     return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan)
 
 
