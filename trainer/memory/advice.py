@@ -12,11 +12,11 @@ import torch
 from trainer.errors import OutOfMemoryError
 from trainer.memory import whatif
 from trainer.memory.measure import is_out_of_memory
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.run import RunMemory
 
-GIB = 2**30
 WAYS = 5
 
 

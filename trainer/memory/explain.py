@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from trainer.memory import textbook as book
 from trainer.model.adapters import decoder_linears
 from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
 
-GIB = 2**30
 
 CORRECTIONS = (
     "P/2 for a 4-bit base leaves out its scales (0.127 bits a weight) and the embeddings and head, which stay in bf16.",

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
 from trainer.model.checkpointing import Checkpointing, Full, Keep, NoCheckpointing, PerBlock, Selective
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-GIB = 1024**3
-
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
 """Words of the allocators' errors: CUDA's and bitsandbytes', torch's on a CPU, numpy's."""
 

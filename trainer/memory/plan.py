@@ -19,13 +19,13 @@ from trainer.memory.trace import Profile, Shape, planned_attention, trace
 from trainer.model.checkpointing import Auto as AutoCheckpointing
 from trainer.model.load import planned_config, skeleton
 from trainer.model.precision import Auto, Dtypes
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
     from trainer.model.checkpointing import Checkpointing
 
 
-GIB = 2**30
 CUDA_CONTEXT = GIB // 2
 """Assumed: CUDA's context and kernels take 0.35 to 0.8 GiB outside the allocator, by driver and libraries."""
 SLACK = 0.02

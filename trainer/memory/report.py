@@ -9,13 +9,13 @@ from trainer.memory import whatif
 from trainer.memory.speed import EFFICIENCY, recomputed_share, roofs
 from trainer.model.adapters import NoAdapter
 from trainer.model.options import Weights
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
     from trainer.memory.predict import Prediction
     from trainer.memory.run import RunMemory
 
-GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
 SMALL_MODEL = 1_000_000_000
 """Parameters up to which training all of them is worth a thought."""

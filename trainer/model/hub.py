@@ -19,8 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from trainer.errors import ModelError, StorageError
 from trainer.model.folder import CONFIG, PICKLED, WEIGHTS, weight_files
+from trainer.units import GIB
 
-GIB = 2**30
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL = (".json", ".jinja", ".txt", ".model")
 """Endings of a model's configuration and tokenizer files."""

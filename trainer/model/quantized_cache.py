@@ -26,11 +26,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trainer.model.folder import CONFIG, SINGLE, weight_files
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.model.load import Source
 
-GIB = 2**30
 MANIFEST, GENERATION = "manifest.json", "generation_config.json"
 SETTLED_SECONDS = 2
 """How long a file must have been left alone before its hash is remembered: clocks of file systems tick coarsely."""

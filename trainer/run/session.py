@@ -25,7 +25,7 @@ from trainer.data.prefetch import PrefetchingSteps
 from trainer.data.templates import dress
 from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
-from trainer.memory.measure import GIB, Memory
+from trainer.memory.measure import Memory
 from trainer.memory.run import RunMemory, plan_run
 from trainer.model import attention
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
@@ -36,6 +36,7 @@ from trainer.tracking.console import Screen
 from trainer.training.loop import Loop
 from trainer.training.throughput import count_arithmetic
 from trainer.training.weights import total_parameters
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

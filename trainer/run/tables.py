@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.saved import Run
-from trainer.memory.measure import GIB, Memory
+from trainer.memory.measure import Memory
 from trainer.model import fused, load
 from trainer.run.session import Ready, Stages
 from trainer.tracking.console import Screen
+from trainer.units import GIB
 
 
 def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: Memory, tracking: str) -> None:

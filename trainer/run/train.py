@@ -18,7 +18,7 @@ from trainer.config.saved import Run, public_config, save_run
 from trainer.errors import Interrupted, StorageError, TrainerError
 from trainer.export.result import export, stop_tokens
 from trainer.memory.advice import Situation, advising
-from trainer.memory.measure import GIB, Memory, rss_peak
+from trainer.memory.measure import Memory, rss_peak
 from trainer.memory.probe import probe_memory, wanted
 from trainer.memory.report import short_plan
 from trainer.memory.snapshot import Snapshot, statistics
@@ -39,6 +39,7 @@ from trainer.training.state import State, rng_state
 from trainer.training.throughput import matmul_flops
 from trainer.training.watch import Watch
 from trainer.training.weights import trainable_hash
+from trainer.units import GIB
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 

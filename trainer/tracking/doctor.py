@@ -15,9 +15,9 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from trainer.resources import shipped
+from trainer.units import GIB
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
-GIB = 2**30
 FLOOR_GIB, ROOMY_GIB = 1, 20
 """Free disk below which a run would fail, and below which an 8B model (15 GiB of weights) does not fit."""
 NF4_ERROR = (0.05, 0.09)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.batch import MicroBatch
-from trainer.memory.measure import GIB
 from trainer.tracking.console import Bar, Screen
 from trainer.tracking.metrics import Metrics
 from trainer.training.evaluate import Evaluation
 from trainer.training.loop import Loop
 from trainer.training.state import State, Window
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train
