@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,7 @@ def program(tmp_path, monkeypatch):
     """A stand-in for the trainer: it says who it is, and ends as its first word tells."""
     package = tmp_path / "trainer"
     package.mkdir()
+    (package / "__init__.py").touch()  # a folder without it would give way to an installed trainer
     (package / "__main__.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -289,9 +291,12 @@ def test_a_signal_is_passed_on_once_and_waited_for(program, tmp_path, signum):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     def send():
-        while not (tmp_path / "facts.json").exists():
-            pass
-        os.kill(os.getpid(), signum)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if (tmp_path / "facts.json").exists():
+                os.kill(os.getpid(), signum)
+                return
+            time.sleep(0.01)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -359,8 +364,9 @@ def test_a_sweep_with_a_bad_a_diverging_and_a_killed_trial_and_the_rerun(base_ov
 
     def kill(process) -> None:
         log = folder / "0" / "train.log"
-        while not (log.exists() and "step  5/" in log.read_text()):
-            pass
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (log.exists() and "step  5/" in log.read_text()):
+            time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
 
     at[0] = kill

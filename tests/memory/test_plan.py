@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -43,12 +42,10 @@ def test_every_recipe_plans_and_those_for_24_gib_fit(name):
         assert planner.needed(prediction) < 24 * GIB
 
 
-def test_an_8b_takes_under_8_seconds_and_a_gibibyte():
+def test_an_8b_plans_within_a_gibibyte():
     config = compose([*words_of("qlora_llama3_8b"), "memory.budget_gib=24"]).config
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
     plan = full_plan(Planner(config))
-    assert time.process_time() - started < 8
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert plan["fits"] is True
     assert [card["fits"] for card in plan["cards"]] == [False, True, True, True, True, True]
