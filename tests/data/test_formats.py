@@ -162,3 +162,10 @@ def test_a_named_format_settles_what_is_ambiguous():
 def test_a_row_that_could_not_be_read_says_why():
     with pytest.raises(BadRow, match="not JSON"):
         to_sample(Row("f:1", None, "not JSON: cut"), Format.auto)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_reach_the_template_under_whichever_name(name):
+    answer = {"role": "assistant", "content": "5", name: "2 and 3"}
+    sample = to_sample(Row("f:1", {"messages": [{"role": "user", "content": "2 + 3?"}, answer]}), Format.messages)
+    assert sample.messages[1] == {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}

@@ -154,7 +154,7 @@ class _disk_errors:
 
 def _code_hash() -> str:
     """Over the code that turns rows into tokens: a newer trainer does not take an older one's tokens."""
-    names = ("chat", "spans", "formats", "rows", "tables", "templates", "tokenize", "store", "counts")
+    names = "chat rendering sandbox spans formats rows tables templates tokenize store counts".split()
     digest = hashlib.sha256()
     for name in names:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.formats import BadRow, Dialogue, Message, PlainText, Sample
 from trainer.data.options import TrainOn
+from trainer.data.rendering import ChatTemplate
 from trainer.data.spans import RESERVED, Rendered, find_spans
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ SHORT = 80
 class Encoder:
     """Samples to tokens with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, chosen: str | None = None):
+        """`chosen`: data.chat_template where that is where the tokenizer has its template from."""
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, chosen)
         self.train_on = train_on
         special = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(set(special) | set(tokenizer.all_special_ids))
@@ -71,31 +74,11 @@ class Encoder:
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Tokens up to where the assistant starts to answer."""
-        return self._begin(self._tokens(self._renderer(None)(self._set_aside(messages), True)))
+        return self._begin(self._tokens(self.template.renderer(None)(self._set_aside(messages), True)))
 
     def render(self, messages: list[Message], generation_prompt: bool = False, tools: list[dict] | None = None) -> str:
         """The template's text. Raises BadRow with the template's own words."""
-        return self._renderer(tools)(messages, generation_prompt)
-
-    def _renderer(self, tools: list[dict] | None) -> Callable[[list[Message], bool], str]:
-        import jinja2
-
-        if not self.tokenizer.chat_template:
-            raise BadRow(
-                "this tokenizer has no chat template: give it one with data.chat_template=plain (or instruction, "
-                "chatml, a Jinja file)"
-            )
-
-        def render(messages: list[Message], generation_prompt: bool = False) -> str:
-            try:
-                return self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
-                )
-            except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
-                roles = ", ".join(m["role"] for m in messages)
-                raise BadRow(f"the chat template refuses the roles {roles}: {error}") from None
-
-        return render
+        return self.template.renderer(tools)(messages, generation_prompt)
 
     def _draft(self, sample: Sample) -> _Draft | BadRow:
         try:
@@ -103,9 +86,9 @@ class Encoder:
                 texts = [self._escape(sample.prompt), self._escape(sample.text)]
                 return _Draft(texts, self._plain)
             messages, tools = self._set_aside(sample.messages), self._set_aside(sample.tools)
-            render = self._renderer(tools)
+            render = self.template.renderer(tools)
             text = render(messages)
-            _check_nothing_left_out(messages, tools, text, self._renderer(None))
+            _check_nothing_left_out(messages, tools, text, self.template.renderer(None))
             if self.train_on is TrainOn.all:
                 return _Draft([text], self._whole)
             turns = [i for i, trained in enumerate(sample.trained) if trained]

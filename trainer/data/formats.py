@@ -27,6 +27,9 @@ ALIASES = {
 }
 """Names that other formats give to our roles; data.roles adds to them and wins."""
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that rows give to what the assistant thought before it answered; templates know the first."""
+
 CALL_ROLE = "function_call"
 """A sharegpt turn of the assistant that calls functions; its value is the calls as JSON."""
 
@@ -215,11 +218,11 @@ def _message(message: dict[str, Any], where: str, roles: dict[str, str]) -> Mess
         if known != "assistant":
             raise BadRow(f"{where}.tool_calls: only the assistant calls tools, not {_shown(known)}")
         clean["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    for key in ("name", "tool_call_id", "reasoning_content"):
+    for key in ("name", "tool_call_id", *THOUGHTS):
         if message.get(key) is not None:
             if not isinstance(message[key], str):
                 raise BadRow(f"{where}.{key} must be a string, not {_shown(message[key])}")
-            clean[key] = message[key]
+            clean.setdefault(THOUGHTS[0] if key in THOUGHTS else key, message[key])
     return clean
 
 

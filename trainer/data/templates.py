@@ -1,6 +1,6 @@
 """Templates that a user gives: a chat template for a base model, and a row template for rows of any other shape.
 
-Both are Jinja and run sandboxed: they can neither reach Python nor change what they are given.
+Both are Jinja and run sandboxed: they can neither reach Python nor run away (sandbox.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from trainer.data.formats import BadRow
+from trainer.data.rendering import ChatTemplate
+from trainer.data.sandbox import BoundedEnvironment, RanAway
 from trainer.errors import DataError, closest
 from trainer.model.new_tokens import add_new_tokens
 from trainer.resources import PACKAGE
@@ -29,11 +33,12 @@ def shipped_templates() -> list[str]:
 def dress(tokenizer: PreTrainedTokenizerBase, chosen: str | None, new_tokens: Sequence[str]) -> None:
     """Gives the tokenizer model.new_tokens and the template of data.chat_template; null leaves its own.
 
-    Raises DataError.
+    Raises DataError or ModelError for a template that cannot be used.
     """
     text = _chat_template(chosen) if chosen is not None else tokenizer.chat_template
     add_new_tokens(tokenizer, new_tokens, text or "")
     if chosen is None:
+        ChatTemplate(tokenizer, None).check()
         return
     missing = [
         token for token in _control_tokens(text) if len(tokenizer(token, add_special_tokens=False).input_ids) > 1
@@ -45,6 +50,7 @@ def dress(tokenizer: PreTrainedTokenizerBase, chosen: str | None, new_tokens: Se
             f"words. Add them: model.new_tokens=[{names}], or choose plain or instruction."
         )
     tokenizer.chat_template = text
+    ChatTemplate(tokenizer, chosen).check()
 
 
 def _chat_template(chosen: str) -> str:
@@ -58,7 +64,6 @@ def _chat_template(chosen: str) -> str:
             f"There are: {', '.join(names)}; anything else is a Jinja file."
         )
     text = _read(file, f"data.chat_template={chosen}")
-    compiled(text, f"data.chat_template={chosen}")
     return text.removesuffix("\n")
 
 
@@ -71,33 +76,31 @@ def _control_tokens(template: str) -> list[str]:
 
 def row_template(file: str) -> Callable[[dict[str, Any]], str]:
     """A function from a row's fields to the text that the template file writes of them. Raises DataError."""
-    import jinja2
-
     what = f"data.row_template={file}"
     if not Path(file).is_file():
         raise DataError(f"{what}: there is no such file.")
-    template = compiled(_read(Path(file), what), what)
+    environment = _environment()
+    try:
+        template = environment.compiled(_read(Path(file), what), what)
+    except ValueError as error:
+        raise DataError(f"{error}.") from None
 
     def render(fields: dict[str, Any]) -> str:
         try:
-            return template.render(**fields, row=fields)
-        except (jinja2.TemplateError, TypeError, ArithmeticError, ValueError) as error:
+            return environment.render(template, {**fields, "row": fields})
+        except RanAway as error:
+            raise DataError(f"{what}: was stopped: {error}.") from None
+        except (jinja2.TemplateError, TypeError, ArithmeticError, ValueError, RecursionError) as error:
             raise BadRow(f"{what}: {error}") from None
 
     return render
 
 
-def compiled(text: str, what: str) -> Any:
-    """A sandboxed Jinja template; what is undefined is an error. Raises DataError for broken syntax."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(f"{what}, line {error.lineno}: {error.message}.") from None
+def _environment() -> BoundedEnvironment:
+    """What a row template may use; what is undefined is an error."""
+    return BoundedEnvironment(
+        {"tojson": lambda value: json.dumps(value, ensure_ascii=False)}, undefined=jinja2.StrictUndefined
+    )
 
 
 def _read(file: Path, what: str) -> str:

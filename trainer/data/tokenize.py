@@ -61,7 +61,7 @@ class Worker:
         self.data, self.path = data, path
         template = row_template(data.row_template) if data.row_template is not None else None
         self.reader = Reader(data.format, dict(data.columns), dict(data.roles), template)
-        self.encoder = Encoder(tokenizer, data.train_on)
+        self.encoder = Encoder(tokenizer, data.train_on, data.chat_template)
 
     def block(self, piece: Piece) -> Block:
         """The samples of a piece's rows. Raises DataError for what ends the whole source."""

@@ -74,12 +74,15 @@ def load_trained(run: Run, folder: Path) -> Trained:
     result = results[0]
     device = find_device(config.device)
     dtypes = config.precision.build(device)
+    tokenizer = AutoTokenizer.from_pretrained(result)
+    encoder = Encoder(tokenizer, TrainOn.assistant)
+    encoder.template.check()  # before the weights are read
     if result.name == "adapter":
         if config.model.weights is Weights.random:
             raise ModelError(f"run={folder}: its base was random weights, which are not kept; it cannot answer.")
         base = load_base(config.model, load_config(config.model), config.quant, dtypes, device, "sdpa")
         # The adapter holds the rows of new tokens and not the tables around them.
-        grow(base, AutoTokenizer.from_pretrained(result).convert_tokens_to_ids(config.model.new_tokens))
+        grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
         peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base
         model = base
     else:
@@ -90,6 +93,5 @@ def load_trained(run: Run, folder: Path) -> Trained:
             use_safetensors=True,
             trust_remote_code=config.model.trust_remote_code,
         )
-    tokenizer = AutoTokenizer.from_pretrained(result)
     end = GenerationConfig.from_pretrained(result).eos_token_id
-    return Trained(model, Encoder(tokenizer, TrainOn.assistant), end if isinstance(end, list) else [end], dtypes)
+    return Trained(model, encoder, end if isinstance(end, list) else [end], dtypes)
