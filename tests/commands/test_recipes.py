@@ -1,5 +1,7 @@
 """`trainer recipes`: one line a recipe, packaged and the user's own."""
 
+import re
+
 import pytest
 
 from tests.program import here
@@ -9,7 +11,7 @@ from trainer.config.shelf import recipes
 def listed(capsys) -> dict[str, str]:
     assert here("recipes") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["recipe", "base", "memory"]
+    assert lines[0].split()[:4] == ["recipe", "base", "method", "memory"]
     return {line.split()[0]: line for line in lines[1:]}
 
 
@@ -21,11 +23,11 @@ def test_each_recipe_has_one_line_with_what_it_does(capsys):
 
 
 @pytest.mark.parametrize("name", sorted(recipes()))
-def test_a_packaged_recipe_says_its_command_its_base_and_its_memory(name, capsys):
+def test_a_packaged_recipe_says_its_command_base_method_and_memory(name, capsys):
     comment = recipes()[name].comment
     assert comment[0].endswith(".")
     assert any(line.strip().startswith(f"python -m trainer recipe={name}") for line in comment)
-    for topic in ("Base: ", "Memory: "):
+    for topic in ("Base: ", "Method: ", "Memory: "):
         assert any(line.startswith(topic) for line in comment), topic
     assert " - " not in listed(capsys)[name].partition(comment[0])[0]
 
@@ -34,15 +36,16 @@ def test_the_users_recipes_are_there_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/mine.yaml").write_text(
-        "# Mine: all of it.\n#\n# Base: my own 7B (a folder).\n# Memory: 5.5 GiB with 1,024-token rows; no less.\n"
+        "# Mine: all of it.\n#\n# Base: my own 7B (a folder).\n# Method: LoRA, r=4.\n# Memory: 5.5 GiB with 1,024-token rows; no less.\n"
     )
     (tmp_path / "recipes/bare.yaml").write_text("seed: 1\n")
     (tmp_path / "recipes/broken.yaml").write_text("# Broken.\nseed: [1\n")
     (tmp_path / "recipes/quickstart.yaml").write_text("# My quickstart.\n")
     rows = listed(capsys)
-    assert "my own 7B  " in rows["mine"] and "5.5 GiB with 1,024-token rows  " in rows["mine"]
+    cells = re.split(r" {2,}", rows["mine"])
+    assert cells[:4] == ["mine", "my own 7B", "LoRA", "5.5 GiB with 1,024-token rows"]
     assert rows["mine"].endswith("Mine: all of it.")
-    assert rows["bare"].split() == ["bare", "-", "-", "(no", "head", "comment)"]
+    assert rows["bare"].split() == ["bare", "-", "-", "-", "(no", "head", "comment)"]
     assert rows["broken"].endswith("Broken.") and rows["quickstart"].endswith("My quickstart.")
     assert "pretrain_tiny" in rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -36,6 +37,9 @@ def test_every_recipe_plans_and_those_for_24_gib_fit(name):
     prediction = planner.predict()
     assert 0 < prediction.static.total < prediction.peak
     assert sum(prediction.lines().values()) == prediction.peak
+    said = re.search(r"Memory: ([\d.]+) GiB \(planned peak", "\n".join(recipes()[name].comment))
+    if said is not None:
+        assert float(said.group(1)) == round(planner.needed(prediction) / GIB, 1), "the head comment's figure"
     if planner.device_type == "cuda":
         assert config.memory.budget_gib is not None
     if config.memory.budget_gib == 24:

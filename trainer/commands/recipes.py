@@ -9,10 +9,10 @@ from trainer.errors import ConfigError
 
 HELP = """trainer recipes
 
-Lists the recipes that come with the trainer and those in ./recipes, one line each: its base, the memory it takes and
-what it does, in the words of its head comment.
+Lists the recipes that come with the trainer and those in ./recipes, one line each: its base, its method, the memory it
+takes and what it does, in the words of its head comment.
 """
-COLUMNS = ("recipe", "base", "memory", "what it does")
+COLUMNS = ("recipe", "base", "method", "memory", "what it does")
 
 
 def run(words: list[str]) -> int:
@@ -25,14 +25,14 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _row(recipe: Recipe) -> tuple[str, str, str, str]:
+def _row(recipe: Recipe) -> tuple[str, ...]:
     comment = recipe.comment
     what = comment[0] if comment else "(no head comment)"
-    return recipe.name, _said(comment, "Base"), _said(comment, "Memory"), what
+    return recipe.name, *(_said(comment, topic) for topic in ("Base", "Method", "Memory")), what
 
 
 def _said(comment: list[str], topic: str) -> str:
-    """What a head comment says of a topic, in short: `Memory: 5.7 GiB before ... (NF4 ...)` is `5.7 GiB before ...`."""
+    """What a head comment says of a topic, in short: `Memory: 8.2 GiB (planned peak ...)` is `8.2 GiB`."""
     for line in comment:
         if line.startswith(f"{topic}: "):
             return re.split(r" \(|[,;:.](?: |$)", line.removeprefix(f"{topic}: "))[0]
