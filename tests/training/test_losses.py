@@ -1,4 +1,4 @@
-"""The chunked loss on both its code paths against full logits and against the formula: value and gradients."""
+"""The chunked loss on all its code paths against full logits and against the formula: value and gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.factories import (
     FP32,
@@ -20,6 +21,7 @@ from tests.factories import (
     summed_loss,
 )
 from trainer.model.attention import PACKED
+from trainer.training.frozen_head import frozen_head_sum
 from trainer.training.losses import Chunked, Full
 
 TOKENS = random_tokens([9, 30, 4, 17])
@@ -65,6 +67,59 @@ def test_frozen_head(path, chunk_tokens, packed):
     batch = packed_batch(TOKENS) if packed else padded_batch(TOKENS)
     assert_equal_to_full(model, batch, chunk_tokens)
     assert model.lm_head.weight.grad is None
+
+
+class CountingProducts(TorchDispatchMode):
+    """Counts matrix products with a tensor of these sizes in either place."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.count = sizes, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in function.__name__:
+            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+            self.count += self.sizes in shapes or self.sizes[::-1] in shapes
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_frozen_head_is_multiplied_twice_a_chunk_and_once_without_gradients():
+    model = llama(PACKED).requires_grad_(False)
+    model.model.layers.requires_grad_(True)
+    batch = packed_batch(TOKENS)
+    chunks = -(-batch.num_targets // 7)
+    with CountingProducts((300, 64)) as trained:
+        Chunked(7).sum(model, batch).backward()
+    with CountingProducts((300, 64)) as evaluated, torch.no_grad():
+        Chunked(7).sum(model, batch)
+    assert (trained.count, evaluated.count) == (2 * chunks, chunks)
+
+
+def test_a_frozen_heads_gradient_in_bf16_is_within_its_rounding():
+    """Against full logits of the same bf16 model in fp32, next to what full logits in bf16 are off by."""
+    model = llama(PACKED).requires_grad_(False)
+    model.model.layers[1].mlp.down_proj.requires_grad_(True)
+    model.to(torch.bfloat16)
+    exact_model, batch = copy.deepcopy(model).float(), packed_batch(TOKENS)
+
+    def error(loss):
+        _, found = value_and_gradients(loss, model, batch)
+        return max((g.float() - exact[name]).norm() / exact[name].norm() for name, g in found.items()).item()
+
+    _, exact = value_and_gradients(Full(), exact_model, batch)
+    assert error(Chunked(7)) <= 1.2 * error(Full()) < 0.02
+
+
+def test_a_frozen_heads_loss_of_extreme_logits():
+    """One logit far above the others: the loss of another label is their distance, and nothing overflows."""
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    weight = torch.tensor([[2e4, 0.0], [0.0, 0.0], [-2e4, 1.0]])
+    total = frozen_head_sum(hidden, weight, None, torch.tensor([1, 2]), chunk_tokens=1)
+    total.backward()
+    others = torch.tensor([0.0, 0.0, 1.0])
+    assert total.item() == pytest.approx(2e4 + (others.logsumexp(0) - 1).item(), rel=1e-6)
+    expected = torch.stack([weight[0] - weight[1], others.softmax(0) @ weight - weight[2]])
+    torch.testing.assert_close(hidden.grad, expected)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -75,6 +75,12 @@ class Chunked(TargetsOnly):
         from torch.nn import functional as F
         from torch.utils.checkpoint import checkpoint
 
+        from trainer.training.frozen_head import frozen_head_sum
+
+        if type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters()):
+            hidden = hidden.to(head.weight.dtype)
+            return frozen_head_sum(hidden, head.weight, head.bias, labels, self.chunk_tokens)
+
         if type(head) is torch.nn.Linear and hasattr(F, "linear_cross_entropy"):
             # torch >= 2.13. It fails on mixed dtypes, also under autocast, and its own sum is off in bf16:
             # cast the hidden states, take each token's loss, sum in fp32.
