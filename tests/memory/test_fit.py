@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.memory import BASE, A, real_step, worst_shape
+from tests.bench._memory_cases import BASE, A
+from tests.bench._memory_step import real_step, worst_shape
 from trainer.config.compose import compose
 from trainer.errors import ConfigError
 from trainer.memory.fit import fit

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.bench.memory import BASE, A, compare, worst_shape
+from tests.bench._memory_cases import BASE, A
+from tests.bench._memory_step import worst_shape
+from tests.bench.memory import compare
 from trainer.config.compose import compose
+from trainer.memory.derive import derived
 from trainer.memory.plan import Planner
 from trainer.memory.predict import predict
-from trainer.memory.trace import Shape, trace
-from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.memory.profile import Shape
+from trainer.memory.trace import trace
+from trainer.model.checkpointing import Attention, Full, Keep, NoCheckpointing, Selective
 
 TOLERANCE = 0.05
 
@@ -70,3 +74,14 @@ def test_cuda_is_planned_on_a_machine_without_it():
     kept = planner.profile(Full()).forward[1].delta
     assert kept >= 4096 * 4096 * 2  # each block's bf16 input: 8 KiB a token, 256 KiB in all 32 blocks
     assert planner.dtypes.compute is torch.bfloat16
+
+
+@pytest.mark.parametrize("policy", [Selective(keep=Keep.attention), Attention()], ids=["selective", "attention"])
+@pytest.mark.parametrize(
+    "words", [[], ["quant=none", "adapter.fused=false"], ["packing=none"]], ids=["nf4", "bf16 PEFT", "padded"]
+)
+def test_a_derived_policy_is_close_to_its_own_trace(policy, words):
+    """What the what-if table says of a policy that it has not traced."""
+    config = compose([*BASE, f"{A}num_hidden_layers=12", *words]).config
+    planner = Planner(config, shape=worst_shape(config))
+    assert derived(planner, policy).peak == pytest.approx(planner.predict(policy).peak, rel=0.03)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.bench.memory import BASE
+from tests.bench._memory_cases import BASE
 from trainer.config.compose import compose
 from trainer.memory.optimizer import optimizer_memory
 from trainer.memory.plan import Planner

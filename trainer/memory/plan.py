@@ -13,9 +13,10 @@ from trainer.config.schema import Device
 from trainer.memory.fit import fit
 from trainer.memory.optimizer import OptimizerMemory, optimizer_memory
 from trainer.memory.predict import Prediction, predict
+from trainer.memory.profile import Profile, Shape
 from trainer.memory.standins import outline
 from trainer.memory.static import Static, count_static
-from trainer.memory.trace import Profile, Shape, planned_attention, trace
+from trainer.memory.trace import planned_attention, trace
 from trainer.model.checkpointing import Auto as AutoCheckpointing
 from trainer.model.load import planned_config, skeleton
 from trainer.model.precision import Auto, Dtypes

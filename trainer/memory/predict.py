@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.memory.profile import Interval, Profile
 from trainer.memory.static import Static
-from trainer.memory.trace import Interval, Profile
 
 
 @dataclass(frozen=True)

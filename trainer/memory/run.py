@@ -10,7 +10,7 @@ import numpy as np
 from trainer.memory.fit import Fit, fit
 from trainer.memory.plan import Planner
 from trainer.memory.predict import Prediction
-from trainer.memory.trace import Shape
+from trainer.memory.profile import Shape
 from trainer.model.checkpointing import Auto, Checkpointing
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.memory.trace import Shape
+from trainer.memory.profile import Shape
 from trainer.training.throughput import PEAK_TFLOPS, Arithmetic, count_arithmetic
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ blocks, loss, and back. The model, PEFT's modules, the checkpointing policy, aut
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,8 +16,10 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from trainer.data.batch import MicroBatch
+from trainer.memory.profile import Profile, Shape
+from trainer.memory.recorder import Recorder
 from trainer.memory.standins import Outline, Standin4bit, Standin8bit, outline
-from trainer.memory.tracker import ROUNDING, Tracker
+from trainer.memory.tracker import ROUNDING
 from trainer.model import attention
 from trainer.model.precision import Dtypes
 
@@ -28,86 +29,6 @@ if TYPE_CHECKING:
 
 VARLEN = "trainer_planned_varlen"
 """The varlen kernel as the packed attention of CUDA calls it, on fake tensors of any device."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A micro-batch by its sizes."""
-
-    lengths: tuple[int, ...]
-    """tokens of each sample"""
-    num_targets: int
-    packed: bool
-
-    @property
-    def rows(self) -> int:
-        return 1 if self.packed else len(self.lengths)
-
-    @property
-    def row_tokens(self) -> int:
-        return sum(self.lengths) if self.packed else max(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Positions that are computed, padding included."""
-        return self.rows * self.row_tokens
-
-    def scaled(self, tokens: int) -> Shape:
-        """About as many tokens in the same kind of row: more or fewer samples of the longest length."""
-        longest = max(self.lengths)
-        full, rest = divmod(max(tokens, 2), longest)
-        lengths = (longest,) * full + ((rest,) if rest > 1 and self.packed else ())
-        lengths = lengths or (max(tokens, 2),)
-        targets = max(1, round(self.num_targets * sum(lengths) / sum(self.lengths)))
-        return replace(self, lengths=lengths, num_targets=targets)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A stretch of the step, relative to what was live at its beginning. Bytes."""
-
-    delta: int
-    """live at the end, less live at the beginning"""
-    peak: int
-    """most, less live at the beginning"""
-
-    def scaled(self, factor: float, base: Interval) -> Interval:
-        """base + factor x (self - base): a straight line through two readings."""
-        return Interval(
-            round(base.delta + factor * (self.delta - base.delta)), round(base.peak + factor * (self.peak - base.peak))
-        )
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The intervals of a micro-batch with few blocks."""
-
-    before: Interval
-    """input to the first block"""
-    forward: tuple[Interval, ...]
-    """one a block"""
-    loss: Interval
-    """last block's end to the scalar"""
-    loss_backward: Interval
-    backward: tuple[Interval, ...]
-    """one a block, in the order of the blocks"""
-    depth: int
-    """blocks traced"""
-    whole: bool
-    """the model has no known blocks: everything is in `loss` and `loss_backward`, at full depth"""
-    num_tokens: int
-
-    def at(self, tokens: int, other: Profile) -> Profile:
-        """The profile at another row length, on the straight line through two profiles."""
-        factor = (tokens - self.num_tokens) / (other.num_tokens - self.num_tokens)
-
-        def line(mine, theirs):
-            if isinstance(mine, tuple):
-                return tuple(line(m, t) for m, t in zip(mine, theirs, strict=True))
-            return theirs.scaled(factor, mine)
-
-        names = ("before", "forward", "loss", "loss_backward", "backward")
-        return replace(self, num_tokens=tokens, **{n: line(getattr(self, n), getattr(other, n)) for n in names})
 
 
 DEPTH = 3
@@ -142,7 +63,7 @@ def trace(
     whole = not model.layers()
     if whole and depth < num_layers:
         model = outline(config, model_config, dtypes.compute, chosen)
-    recorder = _Recorder(ROUNDING[device_type])
+    recorder = Recorder(ROUNDING[device_type])
     with FakeTensorMode(allow_non_fake_inputs=True):
         _to_fakes(model)
         model.base.train()
@@ -166,95 +87,6 @@ def trace(
     del model, batch
     gc.collect()  # hooks and modules refer to each other
     return profile
-
-
-class _Recorder:
-    """Marks between blocks."""
-
-    def __init__(self, rounding: int):
-        self.tracker = Tracker(rounding)
-        self.marks: list[tuple[str, int, int]] = []
-        self._handles: list[Any] = []
-        self._backward = False
-
-    def hold_all(self, model: Outline) -> None:
-        for tensor in [*model.adapted.parameters(), *model.adapted.buffers()]:
-            self.tracker.hold(tensor, tensor.grad)
-        for module in model.adapted.modules():
-            if isinstance(module, (Standin4bit, Standin8bit)):
-                self.tracker.hold(*module.scales())
-
-    def watch(self, layers: list[torch.nn.Module]) -> None:
-        for index, layer in enumerate(layers):
-            last = index == len(layers) - 1
-            self._handles.append(layer.register_forward_pre_hook(self._before(index)))
-            self._handles.append(layer.register_forward_hook(self._after(index, last)))
-
-    def start(self) -> None:
-        self.tracker.mark()
-        self.marks.append(("start", self.tracker.live, self.tracker.live))
-
-    def mark(self, name: str) -> None:
-        if name == "loss":
-            self._backward = True
-        self.marks.append((name, *self.tracker.mark()))
-
-    def _before(self, index: int):
-        def hook(module, args):
-            if not self._backward:  # else the block is run again
-                self.mark(f"forward {index}")
-
-        return hook
-
-    def _after(self, index: int, last: bool):
-        def hook(module, args, output):
-            if self._backward:
-                return
-            if last:
-                self.mark("body")
-            hidden = output if isinstance(output, torch.Tensor) else output[0]
-            if hidden.requires_grad:
-                hidden.register_hook(lambda _: self.mark(f"backward {index}"))
-
-        return hook
-
-    def profile(self, depth: int, whole: bool, num_tokens: int) -> Profile:
-        live = {name: now for name, now, _ in self.marks}
-        order = [name for name, _, _ in self.marks]
-        rise = {name: peak for name, _, peak in self.marks}
-
-        def between(begin: str, end: str) -> Interval:
-            if begin not in live or end not in live:
-                return Interval(0, 0)
-            inner = order[order.index(begin) + 1 : order.index(end) + 1]
-            return Interval(live[end] - live[begin], max([rise[name] for name in inner], default=0) - live[begin])
-
-        if whole:
-            zero = Interval(0, 0)
-            return Profile(zero, (), between("start", "loss"), between("loss", "end"), (), depth, whole, num_tokens)
-        backwards = [i for i in range(depth) if f"backward {i}" in live]
-        assert backwards, "no block has a backward pass"
-        first = min(backwards)
-
-        def ends(index: int) -> str:
-            return f"backward {index - 1}" if index > first else "end"
-
-        return Profile(
-            before=between("start", "forward 0"),
-            forward=tuple(
-                between(f"forward {i}", f"forward {i + 1}" if i + 1 < depth else "body") for i in range(depth)
-            ),
-            loss=between("body", "loss"),
-            loss_backward=between("loss", f"backward {max(backwards)}"),
-            backward=tuple(between(f"backward {i}", ends(i)) for i in range(depth)),
-            depth=depth,
-            whole=whole,
-            num_tokens=num_tokens,
-        )
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 class _HostBoundaries:
@@ -284,8 +116,7 @@ def fake_batch(shape: Shape, chosen: str) -> MicroBatch:
         boundaries = _HostBoundaries(shape.lengths)
     elif chosen == VARLEN:
         boundaries = torch.empty((len(shape.lengths) + 1,), dtype=torch.int32)
-    else:  # transformers builds this mask from position_ids, which have no values here
-        mask = torch.empty((1, 1, tokens, tokens), dtype=torch.bool)
+    # else transformers builds its T x T masks from position_ids, as in a run
     return MicroBatch(
         input_ids=ints(rows, tokens),
         labels=ints(rows, tokens),

@@ -7,6 +7,7 @@ run as the sequence of operations that they are made of.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,11 @@ class Tracker(TorchDispatchMode):
         """bytes now"""
         self.peak = 0
         """most bytes since the last mark"""
+        self.outputs: Counter[Any] = Counter()
+        """bytes of the outputs of each operation"""
+        self.born = 0
+        """storages seen so far"""
+        self._births: dict[int, tuple[int, int]] = {}
         self._seen: dict[int, weakref.ref] = {}
         self._open = _opened()
 
@@ -70,6 +76,11 @@ class Tracker(TorchDispatchMode):
         self.peak = self.live
         return reading
 
+    def alive_from(self, first: int, last: int, but: set[int]) -> int:
+        """Bytes alive of the storages that were the first-th to last-th to be seen, but for those named by key."""
+        alive = (birth for key, birth in self._births.items() if key not in but)
+        return sum(size for number, size in alive if first <= number < last)
+
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -79,8 +90,10 @@ class Tracker(TorchDispatchMode):
 
         def gone(_, key=key, size=size):
             self.live -= size
-            del self._seen[key]
+            del self._seen[key], self._births[key]
 
+        self._births[key] = (self.born, size)
+        self.born += 1
         self._seen[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -90,11 +103,13 @@ class Tracker(TorchDispatchMode):
         opened = self._open.get(function)
         if opened is not None:
             with self:
-                return opened(*args, **kwargs)
-        result = function(*args, **kwargs)
+                result = opened(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
+                self.outputs[function] += leaf.numel() * leaf.element_size()
         return result
 
 

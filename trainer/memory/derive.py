@@ -1,0 +1,46 @@
+"""What a policy would need that was not traced, from the traces of `none` and `full` and what a block leaves behind.
+
+Enough for a table of choices: the largest blocks' lives are those of the two traces, and what a policy keeps is known
+by name. The policy that a run is configured with is always traced itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainer.memory.predict import Prediction, predict
+from trainer.memory.profile import Interval, Profile
+from trainer.model.checkpointing import Attention, Full, Keep, NoCheckpointing, Selective
+
+if TYPE_CHECKING:
+    from trainer.memory.plan import Planner
+    from trainer.model.checkpointing import Checkpointing
+
+
+def derived(planner: Planner, policy: Checkpointing) -> Prediction:
+    """The step under a policy, traced only as `none` and `full`."""
+    none, full = planner.profile(NoCheckpointing()), planner.profile(Full())
+    if isinstance(policy, Selective) and full.saved is not None:
+        profiles = [_keeping(full, _kept(full, policy.keep))] * planner.depth
+    elif isinstance(policy, Attention) and none.saved is not None:
+        profiles = [_keeping(none, -none.saved.attention)] * planner.depth
+    else:
+        return planner.predict(policy)
+    return predict(planner.static, profiles, planner.optimizer.workspace, planner.accumulates)
+
+
+def _kept(full: Profile, keep: Keep) -> int:
+    """Bytes that a selective policy keeps of a block beside its input."""
+    sizes = {Keep.attention: full.saved.kernel_outputs, Keep.linear: full.saved.linear_outputs}
+    return sum(size for name, size in sizes.items() if keep in (name, Keep.both))
+
+
+def _keeping(profile: Profile, more: int) -> Profile:
+    """The profile with `more` bytes kept by each block, given back by its backward pass; what it lives on in between
+    is not less than before."""
+    return replace(
+        profile,
+        forward=tuple(Interval(i.delta + more, i.peak + max(more, 0)) for i in profile.forward),
+        backward=tuple(Interval(i.delta - more, i.peak) for i in profile.backward),
+    )
