@@ -37,10 +37,10 @@ def _kept(full: Profile, keep: Keep) -> int:
 
 
 def _keeping(profile: Profile, more: int) -> Profile:
-    """The profile with `more` bytes kept by each block, given back by its backward pass; what it lives on in between
-    is not less than before."""
+    """The profile with `more` bytes kept by each block from its attention on, given back by its backward pass, which
+    rises as high as before."""
     return replace(
         profile,
-        forward=tuple(Interval(i.delta + more, i.peak + max(more, 0)) for i in profile.forward),
+        forward=tuple(Interval(i.delta + more, i.peak + more) for i in profile.forward),
         backward=tuple(Interval(i.delta - more, i.peak) for i in profile.backward),
     )
