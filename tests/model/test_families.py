@@ -100,11 +100,9 @@ class Trial:
     summary: dict
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
-def trial(request, tmp_path_factory) -> Trial:
-    """One family trained for three steps: NF4, LoRA on all linear layers, packed, full checkpointing."""
-    base = tmp_path_factory.mktemp(request.param.name)
-    folder = make(request.param, base / "model")
+def trial_of(family: Family, base: Path) -> Trial:
+    """The family trained for three steps: NF4, LoRA on all linear layers, packed, full checkpointing."""
+    folder = make(family, base / "model")
     rows = write_jsonl(base / "chats.jsonl", chat_rows())
     overrides = [
         f"model.path={folder}",
@@ -124,7 +122,12 @@ def trial(request, tmp_path_factory) -> Trial:
         "train.max_steps=3",
         "train.save_every=0",
     ]
-    return Trial(request.param, folder, base / "run", overrides, train_here(overrides, base / "run"))
+    return Trial(family, folder, base / "run", overrides, train_here(overrides, base / "run"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+def trial(request, tmp_path_factory) -> Trial:
+    return trial_of(request.param, tmp_path_factory.mktemp(request.param.name))
 
 
 def plain_base(trial: Trial):

@@ -311,6 +311,20 @@ def test_a_run_from_the_hub_equals_the_run_from_the_folder(hub, tiny, base_overr
     assert adapter["base_model_name_or_path"] == NAME
 
 
+def test_a_quantised_base_from_the_hub_is_cached_by_its_commit(hub, tmp_path, monkeypatch):
+    """The second start fetches nothing and has the bits of the first; another commit is another entry."""
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "quantised"))
+    words = ["quant=nf4", "model.quantized_cache=true"]
+    first = load_all(*words).state_dict()
+    hub.requests.clear()
+    module.snapshot.cache_clear()
+    second = load_all(*words).state_dict()
+    assert hub.names() == []
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    load_all(*words, f"model.revision={OLDER}")
+    assert len(list((tmp_path / "quantised" / "models").iterdir())) == 2
+
+
 def test_the_command_through_the_environment_alone(hub, chats, tmp_path):
     """HF_ENDPOINT and HF_TOKEN as a user sets them: a refusal is one line with code 4, the token nowhere (C7)."""
     environment = {

@@ -207,7 +207,15 @@ def test_a_run_is_the_same_with_and_without(base_overrides, tmp_path, cache):
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("words", [("quant=none",), ("quant=int8",), ("quant=nf4", "model.weights=random")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quant=none",),
+        ("quant=int8",),
+        ("quant=nf4", "model.weights=random"),
+        ("quant=nf4", "model.trust_remote_code=true", f"model.revision={'a' * 40}"),
+    ],
+)
 def test_where_it_would_do_nothing_it_is_refused(words, base_overrides):
     with pytest.raises(ConfigError, match=r"model\.quantized_cache=true"):
         compose([*base_overrides, "model.quantized_cache=true", *words])
