@@ -53,6 +53,7 @@ def main() -> None:
                 dtypes=FP32,
                 accelerator=Accelerator(cpu=True),
                 arithmetic=count_arithmetic(model, 0, True),
+                recomputed=0.0,
                 memory=memory,
                 max_grad_norm=1.0,
                 peak_learning_rate=1e-4,

@@ -5,6 +5,7 @@
 TRAINER_SMOLLM2: folder of SmolLM2-135M; without it only a random 4-layer model runs. TRAINER_BENCH_DATA: an alpaca-like
 json file; without it the embedded orders, whose samples hardly differ in length. TRAINER_PEERS: an interpreter that
 has TRL; without it TRL is left out. TRAINER_BENCH_SAMPLES, TRAINER_BENCH_ROUNDS: samples a step (8), rounds (5).
+TRAINER_BENCH_POLICIES: full,none. TRAINER_BENCH_CONTESTANTS: which of them, ours first (all).
 
 Every contestant is a process that takes the same samples through one optimizer step when told to. Rounds are
 interleaved, A B C A B C, so that a busy machine hits all alike; a ratio is taken within a round, and the median of
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -40,6 +42,7 @@ CONTESTANTS = {
     "ours_eager": ("this trainer, adapter.fused=false", "ours", ["adapter.fused=false"]),
     "trainer_flat": ("Trainer + PEFT, flattened rows", "trainer_flat", []),
     "trainer_padded": ("Trainer + PEFT, padded 4", "trainer_padded", []),
+    "ours_auto": ("this trainer, checkpointing=auto in the padded peer's memory", "ours", ["checkpointing=auto"]),
     "trl_fp32": ("TRL SFTTrainer packed, adapters fp32", "trl_fp32", []),
     "trl": ("TRL SFTTrainer packed, its defaults", "trl", []),
 }
@@ -71,16 +74,22 @@ def compare(model: Path, scratch: Path, policy: str, names: list[str], samples: 
     """One table's numbers: every contestant's steps under one checkpointing policy."""
     settings = prepare(model, scratch, policy, samples)
     with ExitStack() as stack:
-        contestants = [start(stack, name, settings, scratch) for name in names]
-        for contestant in contestants:
-            contestant.read()
-            contestant.step()  # warms up, makes the optimizer's state, and measures memory
+        contestants: list[Contestant] = []
+        for name in names:
+            if name == "ours_auto":  # what the padded peer took above its loaded model, on top of our loaded model
+                padded = next(c for c in contestants if c.name == "trainer_padded")
+                budget = (settings["loaded_bytes"] + padded.steps[0]["peak"]) / GIB
+                contestants.append(start(stack, name, settings, scratch, [f"memory.budget_gib={budget}"]))
+            else:
+                contestants.append(start(stack, name, settings, scratch))
+            contestants[-1].read()
+            contestants[-1].step()  # warms up, makes the optimizer's state, and measures memory
         for _ in range(rounds):
             for contestant in contestants:
                 contestant.step()
     tokens = sum(len(s["input_ids"]) for s in settings["samples"])
     reference = contestants[0].steps[1:]
-    rows = {}
+    rows: dict[str, Any] = {}
     for contestant in contestants:
         timed = contestant.steps[1:]
         ratios = [other["cpu_seconds"] / own["cpu_seconds"] for own, other in zip(reference, timed, strict=True)]
@@ -92,6 +101,11 @@ def compare(model: Path, scratch: Path, policy: str, names: list[str], samples: 
             "first_loss": contestant.steps[0]["loss"],
             "last_loss": contestant.steps[-1]["loss"],
         }
+    if "ours_auto" in rows:
+        auto, padded = (next(c for c in contestants if c.name == n) for n in ("ours_auto", "trainer_padded"))
+        pairs = zip(auto.steps[1:], padded.steps[1:], strict=True)
+        ratios = [other["cpu_seconds"] / own["cpu_seconds"] for own, other in pairs]
+        rows["ours_auto"]["times_padded"] = [statistics.median(ratios), min(ratios), max(ratios)]
     fill = tokens / (len(settings["rows"]) * ROW_TOKENS)
     return {"policy": policy, "samples": samples, "tokens": tokens, "fill": fill, "rounds": rounds, "rows": rows}
 
@@ -136,12 +150,16 @@ def prepare(model: Path, scratch: Path, policy: str, num_samples: int) -> dict[s
         "learning_rate": LEARNING_RATE,
         "scratch": str(scratch / "peer"),
         "overrides": overrides,
+        "loaded_bytes": prepared.plan.prediction.static.before_first_step,
     }
 
 
-def start(stack: ExitStack, name: str, settings: dict[str, Any], scratch: Path) -> Contestant:
+def start(
+    stack: ExitStack, name: str, settings: dict[str, Any], scratch: Path, more_overrides: Sequence[str] = ()
+) -> Contestant:
     """A contestant's process; it is ended with the stack."""
     _, kind, overrides = CONTESTANTS[name]
+    overrides = [*overrides, *more_overrides]
     file, errors = scratch / f"{name}.json", scratch / f"{name}.log"
     file.write_text(json.dumps({**settings, "overrides": [*settings["overrides"], *overrides]}), encoding="utf-8")
     interpreter = os.environ["TRAINER_PEERS"] if kind.startswith("trl") else sys.executable
@@ -199,6 +217,9 @@ def table(title: str, result: dict[str, Any]) -> str:
             f"| {CONTESTANTS[name][0]} | {row['tokens_per_cpu_second']:.0f} | {row['ours_times_faster']:.2f}× "
             f"({low:.2f} to {high:.2f}) | {row['peak_gib']:.2f} | {row['first_loss']:.4f} to {row['last_loss']:.4f} |"
         )
+    if "ours_auto" in result["rows"]:
+        middle, low, high = result["rows"]["ours_auto"]["times_padded"]
+        lines += ["", f"checkpointing=auto against padded 4: {middle:.2f} times as fast ({low:.2f} to {high:.2f})."]
     return "\n".join(lines)
 
 
@@ -227,7 +248,8 @@ def main() -> None:
     samples = int(os.environ.get("TRAINER_BENCH_SAMPLES", "8"))
     rounds = int(os.environ.get("TRAINER_BENCH_ROUNDS", "5"))
     policies = os.environ.get("TRAINER_BENCH_POLICIES", "full,none").split(",")
-    names = [name for name in CONTESTANTS if not name.startswith("trl") or "TRAINER_PEERS" in os.environ]
+    names = os.environ.get("TRAINER_BENCH_CONTESTANTS", ",".join(CONTESTANTS)).split(",")
+    names = [name for name in names if not name.startswith("trl") or "TRAINER_PEERS" in os.environ]
     sections, results = [machine() + "."], {}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)

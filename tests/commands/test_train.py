@@ -13,7 +13,7 @@ from trainer.commands.train import _split
 from trainer.config import device
 from trainer.errors import ConfigError
 
-FRESH = ("tokens_per_second", "seconds", "time", "rss_peak_gib", "mfu")
+FRESH = ("tokens_per_second", "seconds", "time", "rss_peak_gib", "mfu", "roof_share", "matmul_tflops")
 """What differs between two equal runs."""
 
 

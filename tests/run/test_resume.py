@@ -23,7 +23,7 @@ from trainer.training.checkpoint import Checkpoints
 from trainer.training.losses import Chunked
 
 THIRTEEN = [*CHATS, *[(a, q) for q, a in CHATS[:5]]]
-TIMED = ("seconds", "tokens_per_second", "mfu", "time")
+TIMED = ("seconds", "tokens_per_second", "mfu", "roof_share", "matmul_tflops", "time")
 CLOCK = (*TIMED, "peak_memory", "memory_allocated_gib", "memory_peak_gib", "rss_peak_gib")
 """What two equal runs may differ in."""
 

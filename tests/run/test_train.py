@@ -15,6 +15,7 @@ import pytest
 from tests.factories import load
 from tests.processes import in_child
 from tests.support import REPO, metrics, train_here
+from trainer.config.compose import compose
 from trainer.errors import Interrupted, OutOfMemoryError, StorageError
 from trainer.run import session
 from trainer.run import train as train_module
@@ -147,6 +148,19 @@ def test_a_second_run_in_a_folder_at_work_is_refused(job, tmp_path):
     assert train_here(job, run)["status"] == "completed"
 
 
+def test_time_to_the_first_step_is_told_by_stage(job, tmp_path):
+    """The stages add up to it, it is a part of the whole, and a caller's time for imports counts."""
+    run = tmp_path / "run"
+    summary = train_module.run_training(compose([*job, f"output_dir={run}"]), run, import_seconds=1000.0)
+    stages = summary["stages_to_first_step"]
+    assert {"imports", "tokenizer", "data", "plan", "weights", "adapter", "first evaluation", "other"} <= set(stages)
+    assert "training" not in stages
+    assert all(seconds >= 0 for seconds in stages.values())
+    assert summary["seconds_to_first_step"] == pytest.approx(sum(stages.values()))
+    assert 0 < summary["seconds_to_first_step"] - 1000 < summary["wall_seconds"]
+    assert f"{summary['seconds_to_first_step']:.1f} s: imports 1000.0 s" in (run / "train.log").read_text()
+
+
 def test_rows_have_the_contracts_fields_and_add_up(job, tmp_path):
     run = tmp_path / "run"
     train_here([*job, "train.log_every=3"], run)
@@ -155,6 +169,9 @@ def test_rows_have_the_contracts_fields_and_add_up(job, tmp_path):
     for row in rows:
         assert set(TRAIN_FIELDS) <= set(row)
         assert 0 < row["mfu"] < 1.5, "a share of the matrix products' rate, measured here; 1.5: a noisy machine"
+        assert row["roof_share"] / row["mfu"] == pytest.approx(rows[0]["roof_share"] / rows[0]["mfu"], rel=0.05)
+        assert row["roof_share"] > row["mfu"], "recomputation is arithmetic too"
+        assert row["matmul_tflops"] == rows[0]["matmul_tflops"] > 0
         assert 0 < row["memory_allocated_gib"] <= row["memory_peak_gib"] <= row["rss_peak_gib"] * 4
         assert row["learning_rate"] == 1e-2
     every = metrics_of(job, tmp_path / "every")

@@ -73,6 +73,7 @@ def run_loop(tokens, overrides, optimizer=None, spoil=None) -> Trace:
         dtypes=FP32,
         accelerator=Accelerator(cpu=True),
         arithmetic=count_arithmetic(model, 0, True),
+        recomputed=0.0,
         memory=Memory(torch.device("cpu")),
         max_grad_norm=config.train.max_grad_norm,
         peak_learning_rate=config.optim.learning_rate,

@@ -36,6 +36,16 @@ def test_by_hand(base_trains):
     assert arithmetic.flops(padded_batch(TOKENS)) == expected, "padding is no useful work"
 
 
+@pytest.mark.parametrize("recomputed", [0.0, 0.5, 1.0])
+def test_all_arithmetic_by_hand(recomputed):
+    """Forward 2N + 2f Nh + 2Nl + A, backward 2N + 2f Nh + 4Nl + 2.5A, recompute its share of 2N + 2Nl + A."""
+    adapter, attention = adapter_weights(), 2 * (2 * 4 * 16) * (32**2 + 32**2)
+    forward = 64 * 2 * (N + adapter) + attention
+    expected = 2 * 64 * 2 * N + 2 * 62 * 2 * NH + 64 * 6 * adapter + 3.5 * attention + recomputed * forward
+    arithmetic = count_arithmetic(llama(), adapter, False)
+    assert arithmetic.step_flops(packed_batch(TOKENS), recomputed) == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("trains", ["lora", "none"])
 def test_torchs_counter_agrees(trains):
     """It counts every position's logits, the whole T x T of attention (we the causal half), and block 0's input."""

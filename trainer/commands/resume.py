@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from trainer.commands.arguments import run_argument
@@ -15,8 +16,10 @@ Continues a stopped run from its last good checkpoint with the configuration sav
 
 def run(words: list[str]) -> int:
     folder, saved = run_argument(words, allowed=())
+    began = time.perf_counter()
     from trainer.run.train import run_training
 
+    import_seconds = time.perf_counter() - began
     train = replace(saved.config.train, resume=Resume.auto)  # whatever was said about a second start: this is one
-    run_training(replace(saved, config=replace(saved.config, train=train)), folder)
+    run_training(replace(saved, config=replace(saved.config, train=train)), folder, import_seconds)
     return 0

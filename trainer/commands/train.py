@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,9 +65,10 @@ def _run_one(planned: Planned) -> int:
 
     def job(composed: DictConfig) -> None:
         try:
+            began = time.perf_counter()
             from trainer.run.train import run_training
 
-            run_training(planned.run, planned.folder.absolute())
+            run_training(planned.run, planned.folder.absolute(), time.perf_counter() - began)
         except Exception as error:  # Hydra would print it in its own way
             raised.append(error)
 

@@ -18,17 +18,10 @@ DEVICES = ("RTX 3090", "RTX 4090", "A100", "L40S", "H100")
 
 
 def flops_per_token(counts: Arithmetic, shape: Shape, recomputed: float) -> float:
-    """Forward, backward and recompute: 2N + 2f Nh + 2Nl + A, then 2N + 2f Nh + 4Nl + 2.5A (with weight gradients 2N
-    and 2f Nh more), then the recomputed share of 2N + 2Nl + A. A = 2 L H D x the mean length seen by a token."""
+    """Operations of forward, backward and recompute, the mean over the micro-batch's tokens."""
     tokens = sum(shape.lengths)
-    attention = 2 * counts.attention_width * sum(length**2 for length in shape.lengths) / tokens
-    head = 2 * shape.num_targets / tokens * counts.head
-    linear = 2 * counts.base_linear
-    forward = linear + head + 2 * counts.adapter + attention
-    backward = linear + head + 4 * counts.adapter + 2.5 * attention
-    if counts.base_trains:
-        backward += linear + head
-    return forward + backward + recomputed * (linear + 2 * counts.adapter + attention)
+    squares = sum(length**2 for length in shape.lengths)
+    return counts.all_flops(tokens, shape.num_targets, squares, recomputed) / tokens
 
 
 def recomputed_share(policy: Checkpointing, depth: int) -> float:

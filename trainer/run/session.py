@@ -27,6 +27,7 @@ from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
 from trainer.memory.measure import Memory
 from trainer.memory.run import RunMemory, plan_run
+from trainer.memory.speed import recomputed_share
 from trainer.model import attention
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
@@ -148,6 +149,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         dtypes=dtypes,
         accelerator=accelerator,
         arithmetic=count_arithmetic(prepared.skeleton, 0 if base_trains else trainable, base_trains),
+        recomputed=recomputed_share(prepared.plan.policy, prepared.plan.planner.depth),
         memory=memory,
         max_grad_norm=config.train.max_grad_norm,
         peak_learning_rate=config.optim.learning_rate,

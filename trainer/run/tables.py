@@ -91,6 +91,7 @@ def end_table(screen: Screen, summary: dict[str, Any], stages: Stages, run_dir: 
             "memory",
             f"{summary['peak_memory_gib']:.2f} GiB peak allocated, {summary['rss_peak_gib']:.2f} GiB process peak",
         ),
+        ("time to first step", _stages(summary["stages_to_first_step"])),
         ("time", f"{summary['wall_seconds']:.1f} s: {stages.sentence()}"),
         ("result", str(run_dir / summary["adapter"])),
         ("tracking", tracking),
@@ -105,6 +106,14 @@ def answers_table(screen: Screen, answers: list[dict[str, str]]) -> None:
     names = [name for name in ("prompt", "expected", "base", "trained") if name in answers[0]]
     rows = [tuple(answer[name] for name in names) for answer in answers]
     screen.columns("held-out prompts", tuple(names), rows)
+
+
+def _stages(seconds: dict[str, float] | None) -> str:
+    """The sum, and the stages that took a tenth of a second or more."""
+    if seconds is None:
+        return "-"
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if value >= 0.1)
+    return f"{sum(seconds.values()):.1f} s: {parts}"
 
 
 def _count(number: int) -> str:

@@ -44,10 +44,14 @@ from trainer.units import GIB
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
-def run_training(run: Run, run_dir: Path) -> dict[str, Any]:
-    """Trains, or continues, the run in `run_dir`; returns its summary. Raises TrainerError."""
+def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[str, Any]:
+    """Trains, or continues, the run in `run_dir`; returns its summary. Raises TrainerError.
+
+    `import_seconds`: what importing this module took, where it was not imported before.
+    """
     with ExitStack() as stack:
         training = TrainingRun(run, RunFolder(run_dir), stack)
+        training.stages.seconds["imports"] = import_seconds
         with _leaving_nothing(training.folder):
             beginning = training.look()
             if beginning.finished is not None:
@@ -73,6 +77,8 @@ class TrainingRun:
     started: float = field(default_factory=time.perf_counter)
     tracker: Tracker | None = None
     ready: Ready | None = None
+    start_up: dict[str, float] | None = None
+    """seconds of each stage before the first step of this process"""
     peak_memory: int = 0
     memory: Memory | None = None
     _recording: bool = False
@@ -141,7 +147,9 @@ class TrainingRun:
                 self.situation.where = f"the evaluation or checkpoint after step {state.step}"
                 self.situation.peak = watch.peak_memory
                 self._record(state)
+                began = time.perf_counter()
                 watch.after_step(state, grad_norm)
+                self._note_start_up(time.perf_counter() - began)
                 self.situation.where = f"step {state.step + 1}"
 
             with self.stages.stage("training"), self._until_interrupted(watch):
@@ -149,6 +157,14 @@ class TrainingRun:
         self.peak_memory = watch.peak_memory
         self.situation.where = "writing the result"
         return self._finish(prepared)
+
+    def _note_start_up(self, evaluation_seconds: float) -> None:
+        """Where the time before the first step went; called after what is done before it, and after every step."""
+        if self.start_up is not None:
+            return
+        stages = {**self.stages.seconds, "first evaluation": evaluation_seconds}
+        total = time.perf_counter() - self.started + self.stages.seconds["imports"]
+        self.start_up = {**stages, "other": total - sum(stages.values())}
 
     def _open_records(self, beginning: Beginning) -> str:
         """Files that every run has, and its tracker; returns the run's id."""
@@ -274,6 +290,8 @@ class TrainingRun:
             "total_parameters": ready.total_parameters if ready else None,
             "wall_seconds": time.perf_counter() - self.started,
             "stages": self.stages.seconds,
+            "seconds_to_first_step": sum(self.start_up.values()) if self.start_up else None,
+            "stages_to_first_step": self.start_up,
             "adapter": None,
         }
 

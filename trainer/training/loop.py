@@ -42,6 +42,8 @@ class Loop:
     dtypes: Dtypes
     accelerator: Accelerator
     arithmetic: Arithmetic
+    recomputed: float
+    """share of the blocks' forward that runs again in backward"""
     memory: Memory
     max_grad_norm: float | None
     peak_learning_rate: float
@@ -82,10 +84,11 @@ def train(
         # The loss is the mean over the targets of the whole step: one divisor for all its micro-batches.
         num_targets = sum(batch.num_targets for batch in micro_batches)
         step_loss = torch.zeros((), dtype=torch.float32, device=device)
-        flops = 0.0
+        flops = step_flops = 0.0
         for batch in micro_batches:
             check_interrupt()
             flops += loop.arithmetic.flops(batch)
+            step_flops += loop.arithmetic.step_flops(batch, loop.recomputed)
             with loop.dtypes.autocast():
                 micro_loss = loop.loss.sum(loop.model, batch.to(device))
             loop.memory.at("first forward")
@@ -125,5 +128,6 @@ def train(
         state.window.num_tokens += num_tokens
         state.window.num_targets += num_targets
         state.window.flops += flops
+        state.window.step_flops += step_flops
         state.window.seconds += seconds
         rng.update(rng_state(device))

@@ -17,7 +17,10 @@ class Window:
     num_targets: int = 0
     num_tokens: int = 0
     flops: float = 0.0
+    """useful ones"""
     seconds: float = 0.0
+    step_flops: float = 0.0
+    """all of them, recomputation too"""
 
 
 @dataclass

@@ -52,14 +52,38 @@ class Arithmetic:
 
     def flops(self, batch: MicroBatch) -> float:
         """Useful operations of forward and backward of one micro-batch, which is still on the host."""
-        if batch.cu_seqlens is not None:
-            lengths = np.diff(batch.cu_seqlens.numpy())
-        else:
-            lengths = batch.attention_mask.numpy().sum(1)
-        attention = 2 * self.attention_width * float((lengths.astype(np.float64) ** 2).sum())
         passes = 6 if self.base_trains else 4
         linear = batch.num_tokens * (passes * self.base_linear + 6 * self.adapter)
-        return linear + batch.num_targets * passes * self.head + 3 * attention
+        return linear + batch.num_targets * passes * self.head + 3 * self._attention(_squares(batch))
+
+    def step_flops(self, batch: MicroBatch, recomputed: float) -> float:
+        """All operations of one micro-batch, where `recomputed` is the share of the blocks that run twice."""
+        return self.all_flops(batch.num_tokens, batch.num_targets, _squares(batch), recomputed)
+
+    def all_flops(self, num_tokens: int, num_targets: int, squares: float, recomputed: float) -> float:
+        """Forward, backward and recompute, a token: 2N + 2f Nh + 2Nl + A, then 2N + 2f Nh + 4Nl + 2.5A (with weight
+        gradients 2N and 2f Nh more), then the recomputed share of 2N + 2Nl + A. `squares`: sum of squared lengths.
+        """
+        linear, adapter = 2 * num_tokens * self.base_linear, 2 * num_tokens * self.adapter
+        head, attention = 2 * num_targets * self.head, self._attention(squares)
+        forward = linear + head + adapter + attention
+        backward = linear + head + 2 * adapter + 2.5 * attention
+        if self.base_trains:
+            backward += linear + head
+        return forward + backward + recomputed * (linear + adapter + attention)
+
+    def _attention(self, squares: float) -> float:
+        """Operations of one forward pass over samples whose squared lengths sum to this."""
+        return 2 * self.attention_width * squares
+
+
+def _squares(batch: MicroBatch) -> float:
+    """Sum of the squared lengths of its samples."""
+    if batch.cu_seqlens is not None:
+        lengths = np.diff(batch.cu_seqlens.numpy())
+    else:
+        lengths = batch.attention_mask.numpy().sum(1)
+    return float((lengths.astype(np.float64) ** 2).sum())
 
 
 def count_arithmetic(skeleton: PreTrainedModel, adapter_parameters: int, base_trains: bool) -> Arithmetic:

@@ -71,7 +71,8 @@ class Watch:
         loss = float(window.loss_sum) / window.num_targets  # reads the device
         memory = self.loop.memory.read()
         self.peak_memory = state.peak_memory = max(self.peak_memory, memory.peak)
-        mfu = window.flops / window.seconds / self.matmul_flops
+        roof = window.seconds * self.matmul_flops
+        mfu = window.flops / roof
         row = self.metrics.write(
             "train",
             step=state.step,
@@ -83,6 +84,8 @@ class Watch:
             num_targets=state.num_targets,
             tokens_per_second=window.num_tokens / window.seconds,
             mfu=mfu,
+            roof_share=window.step_flops / roof,
+            matmul_tflops=self.matmul_flops / 1e12,
             memory_allocated_gib=memory.allocated / GIB,
             memory_peak_gib=memory.peak / GIB,
             rss_peak_gib=memory.rss_peak / GIB,
