@@ -45,5 +45,14 @@ def test_a_sample_catches_a_peak_without_the_thread():
     assert memory.read().peak - before >= 63 * MIB
 
 
+def test_what_was_held_before_is_not_counted():
+    held = torch.ones(16 * MIB)
+    with Memory(CPU) as memory:
+        assert memory.baseline > 64 * MIB
+        assert memory.read().peak < MIB
+    del held
+    assert memory.read().allocated == 0
+
+
 def test_rss_peak_is_in_bytes():
     assert rss_peak() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > 100 * MIB

@@ -25,7 +25,9 @@ def test_summary_and_plan_tell_predicted_and_measured(base_overrides, tmp_path):
     assert list(summary["memory_stages_gib"]) == [
         "weights loaded", "adapter attached", "first forward", "first backward", "first step"
     ]  # fmt: skip
-    assert summary["peak_memory_gib"] > summary["memory_baseline_gib"] > 0
+    assert summary["memory_baseline_gib"] > 0
+    # All the C library allocates is in the measured peak: tensors, and a few MiB of rows, tokenizer and threads.
+    assert 0 < summary["peak_memory_gib"] < summary["predicted_peak_memory_gib"] + 0.25
 
 
 def test_the_probe_changes_nothing(base_overrides, tmp_path):

@@ -6,6 +6,7 @@ import ctypes
 import resource
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,8 @@ class Memory:
     """Reads allocated and peak bytes.
 
     CUDA counts exactly. A CPU has no such counter: malloc's own count is read by a thread every few milliseconds and
-    after every forward pass, where a step's activations are all alive.
+    after every forward pass, where a step's activations are all alive, and what libraries held before the run, which
+    no plan predicts, is taken off.
     """
 
     INTERVAL_SECONDS = 0.005
@@ -83,10 +85,10 @@ class Memory:
         self.device = device
         self._mallinfo2 = _mallinfo2() if device.type == "cpu" else None
         self._peak = 0
-        self.baseline = self._held() if device.type == "cpu" else 0
-        """bytes held before the run: libraries and Python itself, which no plan predicts"""
+        self.baseline = _held(self._mallinfo2) if device.type == "cpu" else 0
+        """bytes held on a CPU before the run, by libraries and Python itself"""
         self.stages: dict[str, int] = {}
-        """allocated bytes when each stage of the run was first reached, less the baseline"""
+        """allocated bytes when each stage of the run was first reached"""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -111,7 +113,7 @@ class Memory:
         self.sample()
         if stage not in self.stages:
             cuda = self.device.type == "cuda"
-            self.stages[stage] = torch.cuda.memory_allocated(self.device) if cuda else self._held() - self.baseline
+            self.stages[stage] = torch.cuda.memory_allocated(self.device) if cuda else self._held()
 
     def reserved(self) -> int | None:
         """Bytes that the caching allocator took from the device; a CPU has none."""
@@ -129,16 +131,21 @@ class Memory:
         return MemoryReading(allocated, peak, rss_peak())
 
     def _held(self) -> int:
-        if self._mallinfo2 is None:
-            import psutil
-
-            return psutil.Process().memory_info().rss
-        info = self._mallinfo2()
-        return info.uordblks + info.hblkhd
+        return max(0, _held(self._mallinfo2) - self.baseline)  # libraries may give back what they held
 
     def _watch(self) -> None:
         while not self._stop.wait(self.INTERVAL_SECONDS):
             self.sample()
+
+
+def _held(mallinfo2: Callable[[], _MallInfo2] | None) -> int:
+    """Bytes malloc holds; where it does not count, the resident set."""
+    if mallinfo2 is None:
+        import psutil
+
+        return psutil.Process().memory_info().rss
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 def rss_peak() -> int:
