@@ -52,10 +52,14 @@ ROWS = max(len(options(group)) for group in SECTIONS)
 
 
 def picks(row: int) -> dict[str, str]:
-    """The n-th option of each group, with adapter=none where and only where quant=none allows it."""
+    """The n-th option of each group, with adapter=none where and only where quant=none allows it, and an offload that
+    the others allow."""
     chosen = {group: options(group)[row % len(options(group))] for group in (*SECTIONS, "train")}
     adapters = [name for name in options("adapter") if name != "none"]
     chosen["adapter"] = "none" if chosen["quant"] == "none" else adapters[row % len(adapters)]
+    recomputes = chosen["checkpointing"] not in ("none", "attention")
+    streamed = {"fp4": "base_cpu", "nf4": "base_disk"}.get(chosen["quant"])
+    chosen["offload"] = streamed or ("activations" if recomputes and chosen["quant"] == "none" else "none")
     return chosen
 
 

@@ -54,6 +54,8 @@ EDGES = {
     "train.compare_prompts": ([-1], [0, 1]),
 }
 
+ACTIVATIONS = "offload=activations"
+
 
 @cache
 def configuration(*words: str) -> Config:
@@ -151,6 +153,30 @@ def test_targets_are_an_expression_or_a_list_of_names(value):
 @pytest.mark.parametrize("value", ["all-linear", ".*q_proj", ["q_proj"], ["q_proj", "mlp.up_proj"]])
 def test_right_targets_pass(value):
     assert broken(("adapter.target_modules", value)) == []
+
+
+@pytest.mark.parametrize("offload", ["base_cpu", "base_disk"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["adapter=none", "quant=none"], "adapter=none trains them"),
+        (["quant=int8"], "LLM.int8() keeps its own copies: use quant=nf4"),
+        (["quant=nf4", "model.quantized_cache=true"], "leave out model.quantized_cache=true"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_streamed(offload, words, said):
+    assert configuration(*words)
+    with pytest.raises(ConfigError) as refused:
+        compose([*words, f"offload={offload}"])
+    assert f"offload={offload}" in str(refused.value) and said in str(refused.value)
+
+
+@pytest.mark.parametrize("policy", options("checkpointing"))
+def test_only_inputs_of_recomputed_blocks_can_be_moved(policy):
+    problems = broken(("checkpointing", configuration(f"checkpointing={policy}").checkpointing), words=(ACTIVATIONS,))
+    refused = policy in ("none", "attention")
+    assert [("offload=activations" in p and "checkpointing=full" in p) for p in problems] == [True] * refused
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "0123abc", "G" * 40])

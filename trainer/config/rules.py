@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.types import shown
 from trainer.data.options import OverLength, source_problems
 from trainer.model.adapters import LoRA, NoAdapter
+from trainer.model.checkpointing import Attention, NoCheckpointing
+from trainer.model.offload.options import Activations, StreamedBase
 from trainer.model.options import Weights
-from trainer.model.quant import FourBit, NoQuant
+from trainer.model.quant import FourBit, Int8, NoQuant
+from trainer.training.engine import Single
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -104,6 +107,7 @@ def _across(config: Config) -> list[str]:
         )
     if isinstance(adapter, NoAdapter) and not isinstance(config.quant, NoQuant):
         problems.append("adapter=none trains every weight, which a quantised base cannot: use quant=none")
+    problems += _offload(config)
     if isinstance(adapter, LoRA):
         problems += _target_modules(adapter.target_modules)
     if data.over_length is OverLength.split and data.format.value not in ("auto", "text"):
@@ -120,6 +124,28 @@ def _quantized_cache(config: Config) -> list[str]:
         problems.append(f"{key} stores weights that are read from files, which model.weights=random does not do")
     if config.model.trust_remote_code:
         problems.append(f"{key} does not serve models with code of their own: leave out one of the two")
+    return problems
+
+
+def _offload(config: Config) -> list[str]:
+    problems = []
+    if isinstance(config.offload, Activations) and isinstance(config.checkpointing, (NoCheckpointing, Attention)):
+        problems.append(
+            "offload=activations moves the inputs of blocks that are recomputed, and this checkpointing has none: use "
+            "checkpointing=full, selective, every_k, sqrt or auto"
+        )
+    if isinstance(config.offload, StreamedBase):
+        key = f"offload={config.offload.name}"
+        if isinstance(config.adapter, NoAdapter):
+            problems.append(f"{key} streams frozen blocks, and adapter=none trains them: use adapter=lora")
+        if isinstance(config.quant, Int8):
+            problems.append(f"{key} streams plain and 4-bit weights; LLM.int8() keeps its own copies: use quant=nf4")
+        if not isinstance(config.engine, Single):
+            problems.append(f"{key} is made for one process on one device: use engine=single")
+        if config.model.trust_remote_code:
+            problems.append(f"{key} does not serve models with code of their own: leave out one of the two")
+        if config.model.quantized_cache:
+            problems.append(f"{key} keeps its own files while it runs: leave out model.quantized_cache=true")
     return problems
 
 

@@ -14,6 +14,7 @@ from trainer.data.packing import Packing
 from trainer.memory.options import MemoryOptions
 from trainer.model.adapters import Adapter
 from trainer.model.checkpointing import Checkpointing
+from trainer.model.offload.options import Offload
 from trainer.model.options import Model
 from trainer.model.precision import Precision
 from trainer.model.quant import Quant
@@ -91,6 +92,7 @@ class Config:
     schedule: Schedule
     loss: Loss
     packing: Packing
+    offload: Offload
     engine: Engine
     track: Track
     memory: MemoryOptions
@@ -108,6 +110,7 @@ SECTIONS: dict[str, type] = {
     "schedule": Schedule,
     "loss": Loss,
     "packing": Packing,
+    "offload": Offload,
     "engine": Engine,
     "track": Track,
     "memory": MemoryOptions,

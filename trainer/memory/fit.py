@@ -1,8 +1,8 @@
 """checkpointing=auto: the least predicted recompute that fits the budget, block by block.
 
 In order: as few blocks recomputed as fit (the first ones: the last block's backward comes first, when most is alive);
-else more of them recomputed in full and the others selectively; else all in full; else fewer tokens a micro-batch with
-more accumulation and the same batch.
+else more of them recomputed in full and the others selectively; else all in full; else, on a GPU, the inputs of the
+recomputed blocks in host memory; else fewer tokens a micro-batch with more accumulation and the same batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
 from trainer.model.checkpointing import Checkpointing, Full, Keep, NoCheckpointing, PerBlock, Selective
+from trainer.model.offload.activations import MovedInputs
 from trainer.units import GIB
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class Fit:
     """What auto chose."""
 
-    policy: PerBlock
+    policy: PerBlock | MovedInputs
+    depth: int
     micro_batch_tokens: int
     accumulation_steps: int
     peak: int
@@ -30,8 +32,10 @@ class Fit:
 
     def sentence(self) -> str:
         names = {NoCheckpointing: "kept whole", Selective: "recomputed but for attention", Full: "recomputed"}
-        counts = {kind: sum(type(p) is kind for p in self.policy.policies) for kind in names}
-        return ", ".join(f"{number} blocks {names[kind]}" for kind, number in counts.items() if number)
+        policies = self.policy.blocks(self.depth)
+        counts = {kind: sum(type(p) is kind for p in policies) for kind in names}
+        parts = [f"{number} blocks {names[kind]}" for kind, number in counts.items() if number]
+        return ", ".join([*parts, *["their inputs in host memory"] * self.policy.moves_inputs])
 
 
 def fit(planner: Planner, budget_gib: float | None) -> Fit:
@@ -40,27 +44,37 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
     depth, train = planner.depth, planner.config.train
 
     def fits(policy: Checkpointing, tokens: int | None = None) -> bool:
+        limit = planner.host_limit
+        if policy.moves_inputs and limit is not None and planner.moved_inputs(policy, tokens) > limit:
+            return False
         return planner.needed(planner.predict(policy, tokens)) <= budget
 
-    def chosen(policy: PerBlock, tokens: int | None = None, factor: int = 1) -> Fit:
+    def chosen(policy: PerBlock | MovedInputs, tokens: int | None = None, factor: int = 1) -> Fit:
         size = tokens or train.micro_batch_tokens
         peak = planner.predict(policy, tokens).peak
-        return Fit(policy, size, train.accumulation_steps * factor, peak)
+        return Fit(policy, depth, size, train.accumulation_steps * factor, peak)
 
+    configured = planner.config.offload.policy
     none, full, selective = NoCheckpointing(), Full(), Selective(keep=Keep.attention)
     for lighter, heavier in ((none, selective), (selective, full)):
-        number = _least(depth, lambda n, a=lighter, b=heavier: fits(_mixed(n, depth, b, a)))
+        number = _least(depth, lambda n, a=lighter, b=heavier: fits(configured(_mixed(n, depth, b, a))))
         if number is not None:
-            return chosen(_mixed(number, depth, heavier, lighter))
-    all_full = _mixed(depth, depth, full, full)
+            return chosen(configured(_mixed(number, depth, heavier, lighter)))
+    all_full = configured(_mixed(depth, depth, full, full))
+    least_of_all = [all_full]
+    if planner.device_type == "cuda" and not all_full.moves_inputs:
+        least_of_all.append(MovedInputs(all_full))
+        if fits(least_of_all[-1]):
+            return chosen(least_of_all[-1])
     factor = 2
     longest_sample = max(planner.shape.lengths)
     while planner.shape.packed and train.micro_batch_tokens // factor >= longest_sample:
         tokens = train.micro_batch_tokens // factor
-        if fits(all_full, tokens):
-            return chosen(all_full, tokens, factor)
+        for policy in least_of_all:
+            if fits(policy, tokens):
+                return chosen(policy, tokens, factor)
         factor *= 2
-    least = planner.needed(planner.predict(all_full, longest_sample if planner.shape.packed else None))
+    least = planner.needed(planner.predict(least_of_all[-1], longest_sample if planner.shape.packed else None))
     raise ConfigError(
         f"memory.budget_gib={budget / GIB:.2f}: with every block recomputed and one sample of {longest_sample} tokens "
         f"a micro-batch, {least / GIB:.2f} GiB are needed; the least that works is {least / GIB + 0.01:.2f}. Lower "

@@ -10,15 +10,17 @@ import torch
 from transformers import PretrainedConfig
 
 from trainer.config.schema import Device
-from trainer.memory.fit import fit
+from trainer.memory.fit import fit, free_bytes
 from trainer.memory.optimizer import OptimizerMemory, optimizer_memory
-from trainer.memory.predict import Prediction, predict
+from trainer.memory.predict import Prediction, predict, without_inputs
 from trainer.memory.profile import Profile, Shape
 from trainer.memory.standins import outline
 from trainer.memory.static import Static, count_static
 from trainer.memory.trace import planned_attention, trace
+from trainer.model.checkpointing import Attention, NoCheckpointing
 from trainer.model.checkpointing import Auto as AutoCheckpointing
 from trainer.model.load import planned_config, skeleton
+from trainer.model.offload.activations import IN_FLIGHT
 from trainer.model.precision import Auto, Dtypes
 from trainer.units import GIB
 
@@ -75,7 +77,7 @@ class Planner:
 
     @cached_property
     def static(self) -> Static:
-        return count_static(self.model, self.optimizer, self.device_type)
+        return count_static(self.model, self.optimizer, self.device_type, self.config.offload.streams)
 
     @property
     def accumulates(self) -> bool:
@@ -99,7 +101,37 @@ class Planner:
         """The whole step under a policy (by default the configured one), at another micro-batch size if given."""
         policy = policy or self.policy
         profiles = [self._profile_at(block, tokens) for block in policy.blocks(self.depth)]
-        return predict(self.static, profiles, self.optimizer.workspace, self.accumulates, policy.segment(self.depth))
+        static = self.static
+        if policy.moves_inputs:
+            size = self.input_bytes(tokens)
+            kept = [keeps_input(block) for block in policy.blocks(self.depth)]
+            profiles = [without_inputs(p, size) if k else p for p, k in zip(profiles, kept, strict=True)]
+            static = replace(static, in_flight=IN_FLIGHT * size)
+        return predict(static, profiles, self.optimizer.workspace, self.accumulates, policy.segment(self.depth))
+
+    def input_bytes(self, tokens: int | None = None) -> int:
+        """Of one block's input."""
+        width = self.model_config.get_text_config().hidden_size * self.dtypes.compute.itemsize
+        return (tokens or self.shape.num_tokens) * width
+
+    def moved_inputs(self, policy: Checkpointing, tokens: int | None = None) -> int:
+        """Bytes of block inputs that a policy keeps in host memory."""
+        if not policy.moves_inputs:
+            return 0
+        kept = sum(keeps_input(block) for block in policy.blocks(self.depth))
+        segment = policy.segment(self.depth)
+        if segment is not None:
+            kept = -(-self.depth // segment)
+        return kept * self.input_bytes(tokens)
+
+    def elsewhere(self, policy: Checkpointing, tokens: int | None = None) -> int:
+        """Bytes that lie in host memory or on disk and come to the device when they are used."""
+        return self.static.streamed + self.moved_inputs(policy, tokens)
+
+    @cached_property
+    def host_limit(self) -> int | None:
+        """Bytes of free host memory; None where another machine is planned for."""
+        return free_bytes("cpu") if self.device_type == "cpu" or torch.cuda.is_available() else None
 
     def _profile_at(self, policy: Checkpointing, tokens: int | None) -> Profile:
         profile = self.profile(policy)
@@ -110,9 +142,9 @@ class Planner:
     @cached_property
     def policy(self) -> Checkpointing:
         """The configured policy; auto is resolved to one a block."""
-        if not isinstance(self.config.checkpointing, AutoCheckpointing):
-            return self.config.checkpointing
-        return fit(self, self.config.memory.budget_gib).policy
+        if isinstance(self.config.checkpointing, AutoCheckpointing):
+            return fit(self, self.config.memory.budget_gib).policy
+        return self.config.offload.policy(self.config.checkpointing)
 
     def needed(self, prediction: Prediction) -> int:
         """Bytes of the device that a run takes: the allocator's peak, its slack, and CUDA's own."""
@@ -138,6 +170,11 @@ class Planner:
             else:
                 high = middle
         return low
+
+
+def keeps_input(block: Checkpointing) -> bool:
+    """Whether a block's policy saves the block's input alone, to run the block again."""
+    return not isinstance(block, (NoCheckpointing, Attention))
 
 
 def planned_device(device: Device) -> str:

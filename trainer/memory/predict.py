@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.memory.profile import Interval, Profile
 from trainer.memory.static import Static
@@ -61,6 +61,16 @@ def predict(
     moments = [Moment(m.name, m.kept, m.peak - gradients) for m in moments]
     moments.append(Moment("optimizer step", 0, workspace))
     return Prediction(static, tuple(moments))
+
+
+def without_inputs(profile: Profile, size: int) -> Profile:
+    """A recomputed block whose kept input, of `size` bytes, is in host memory: forward keeps less, backward frees
+    less."""
+    return replace(
+        profile,
+        forward=tuple(Interval(i.delta - size, i.peak) for i in profile.forward),
+        backward=tuple(Interval(i.delta + size, max(i.peak, i.delta + size)) for i in profile.backward),
+    )
 
 
 def _whole(profile: Profile) -> list[Moment]:

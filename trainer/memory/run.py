@@ -36,7 +36,7 @@ class RunMemory:
 def plan_run(config: Config, model_config: PretrainedConfig, dtypes: Dtypes, steps: TrainingSteps) -> RunMemory:
     """Predicts with the largest micro-batch that the data really makes."""
     planner = Planner(config, model_config, largest_micro_batch(steps), dtypes)
-    chosen, policy, train = None, config.checkpointing, config.train
+    chosen, policy, train = None, config.offload.policy(config.checkpointing), config.train
     if isinstance(config.checkpointing, Auto):
         chosen = fit(planner, config.memory.budget_gib)
         policy = chosen.policy

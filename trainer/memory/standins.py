@@ -89,6 +89,11 @@ class Standin4bit(bnb.nn.Linear4bit):
             found += [state.offset, state.state2.absmax]  # its code table is one for all layers
         return found
 
+    def block_scales(self) -> list[torch.Tensor]:
+        """Those of them that grow with the weight."""
+        state = self.quant_state
+        return [state.absmax] if state.state2 is None else [state.absmax, state.state2.absmax]
+
     def convert(self, function) -> None:
         """Replaces every tensor of the quantisation state."""
         state = self.quant_state

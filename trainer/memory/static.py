@@ -12,6 +12,7 @@ import torch
 from trainer.memory.optimizer import OptimizerMemory
 from trainer.memory.standins import Outline, Standin4bit, Standin8bit
 from trainer.memory.tracker import rounded
+from trainer.model.offload.stream import SLOTS, aligned
 
 WEIGHTS = ("quantised weights", "absmax", "linear weights", "embeddings", "head", "norms and others")
 
@@ -21,6 +22,12 @@ class Static:
     """Bytes by line, in the order they are shown. Empty lines are left out."""
 
     weights: dict[str, int]
+    slots: int
+    """places on the device for streamed blocks"""
+    streamed: int
+    """weights that lie in host memory or on disk, and on the device in slots only: in no line"""
+    in_flight: int
+    """inputs of blocks on their way to host memory or back"""
     adapter: int
     gradients: int
     optimizer: int
@@ -30,7 +37,8 @@ class Static:
     """numbers that train"""
 
     def lines(self) -> dict[str, int]:
-        found = {**self.weights, "adapter": self.adapter}
+        found = {**self.weights, "slots of streamed blocks": self.slots, "adapter": self.adapter}
+        found["block inputs in flight"] = self.in_flight
         found |= {"gradients": self.gradients, "optimizer state": self.optimizer}
         return {name: size for name, size in found.items() if size}
 
@@ -41,12 +49,14 @@ class Static:
     @property
     def before_first_step(self) -> int:
         """Weights and adapter: what is held when training starts."""
-        return sum(self.weights.values()) + self.adapter
+        return sum(self.weights.values()) + self.slots + self.adapter
 
 
-def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str) -> Static:
-    """Walks the model once; a tied weight counts once."""
+def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str, streams: bool) -> Static:
+    """Walks the model once; a tied weight counts once. With `streams`, its blocks are elsewhere."""
     size = rounded(device_type)
+    blocks = [_streamed(block) for block in model.layers()] if streams else []
+    away = {id(tensor) for block in blocks for tensor in block}
     weights = dict.fromkeys(WEIGHTS, 0)
     adapter = base_parameters = 0
     base_ids = _base_ids(model)
@@ -63,21 +73,35 @@ def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str) -
             if id(tensor) not in base_ids:
                 adapter += size(tensor)
                 continue
-            kind = tables.get(id(tensor)) or _kind(module, tensor)
-            weights[kind] += size(tensor)
+            if id(tensor) not in away:
+                weights[tables.get(id(tensor)) or _kind(module, tensor)] += size(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 base_parameters += _numbers(module, tensor)
         if isinstance(module, (Standin4bit, Standin8bit)):
-            weights["absmax"] += sum(size(tensor) for tensor in module.scales())
+            weights["absmax"] += sum(size(tensor) for tensor in module.scales() if id(tensor) not in away)
     trainable = model.trainable()
     return Static(
         weights=weights,
+        slots=SLOTS * max((sum(aligned(tensor.nbytes) for tensor in block) for block in blocks), default=0),
+        streamed=sum(tensor.nbytes for block in blocks for tensor in block),
+        in_flight=0,
         adapter=adapter,
         gradients=sum(size(p) for p in trainable),
         optimizer=optimizer.state,
         base_parameters=base_parameters,
         trainable=sum(p.numel() for p in trainable),
     )
+
+
+def _streamed(block: torch.nn.Module) -> list[torch.Tensor]:
+    """What trainer.model.offload takes away of a block: its frozen linear weights, and the scales of 4-bit ones."""
+    found = []
+    for module in block.modules():
+        if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
+            found.append(module.weight)
+            if isinstance(module, Standin4bit):
+                found += module.block_scales()
+    return found
 
 
 def _base_ids(model: Outline) -> set[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from math import ceil, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import ConfigError, ModelError
 from trainer.registry import option
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 @dataclass
 class Checkpointing(ABC):
     """What the decoder keeps between forward and backward."""
+
+    moves_inputs: ClassVar[bool] = False
+    """whether the kept inputs of blocks lie in host memory"""
 
     def apply(self, model: torch.nn.Module) -> None:
         """Sets the policy on a transformers model, block by block. Raises ModelError where it does not fit."""
@@ -48,7 +51,7 @@ class NoCheckpointing(Checkpointing):
     """Keep everything: fastest, most memory."""
 
     def apply(self, model):
-        for block in _checkpointable(model):
+        for block in checkpointable(model):
             self.apply_block(block)
 
     def apply_block(self, block):
@@ -174,7 +177,7 @@ class PerBlock(Checkpointing):
     policies: list[Checkpointing]
 
     def apply(self, model):
-        for block, policy in zip(_checkpointable(model), self.policies, strict=True):
+        for block, policy in zip(checkpointable(model), self.policies, strict=True):
             policy.apply_block(block)
 
     def apply_block(self, block):
@@ -195,7 +198,7 @@ class Auto(Checkpointing):
 
 def blocks_of(model: torch.nn.Module, policy: Checkpointing) -> list[torch.nn.Module]:
     """The decoder's blocks; ModelError where transformers knows none."""
-    blocks = _checkpointable(model)
+    blocks = checkpointable(model)
     if not blocks:
         name = type(policy).__name__.lower()
         raise ModelError(
@@ -280,7 +283,8 @@ def _run_by(block: torch.nn.Module, function: Callable) -> None:
     block._gradient_checkpointing_func = function
 
 
-def _checkpointable(model: torch.nn.Module) -> list[torch.nn.Module]:
+def checkpointable(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks that transformers can run under a checkpoint, in order."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -31,6 +31,9 @@ class Projection:
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, D) in the compute dtype: dequantised anew, or the weight itself. Do not keep it."""
+        fetch = getattr(self.base, "fetch", None)  # a streamed weight comes when asked for (trainer.model.offload)
+        if fetch is not None:
+            fetch()
         weight = self.base.weight
         state = getattr(weight, "quant_state", None) or getattr(self.base, "quant_state", None)
         if state is not None:

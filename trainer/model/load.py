@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from trainer.errors import ConfigError, ModelError, closest
 from trainer.memory.measure import is_out_of_memory
 from trainer.model import hub
-from trainer.model.adapters import decoder_linears
+from trainer.model.assemble import FromFiles, assemble, at_random
 from trainer.model.families import check_modules, text_config
 from trainer.model.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.options import Weights
@@ -128,9 +128,14 @@ def load_base(
 ) -> PreTrainedModel:
     """The base model, quantised while it is loaded or made, on `device`."""
     if model.weights is Weights.random:
-        base = _random_base(config, quant, dtypes, device, attention)
+        base = assemble(config, quant, dtypes, device, attention, at_random)
     else:
         base = _pretrained_base(model, config, quant, dtypes, device, attention)
+    return settled(base)
+
+
+def settled(base: PreTrainedModel) -> PreTrainedModel:
+    """The same model, as every run wants it."""
     for module in base.modules():
         # On CPUs with AVX512-BF16 bitsandbytes would repack a 4-bit weight in its first evaluation pass.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -155,7 +160,7 @@ def _pretrained_base(
             attention,
             lambda: _from_files(model, source, config, quant, dtypes, device, attention),
         )
-    return _named(base, source)
+    return named(base, source)
 
 
 def _from_files(
@@ -167,9 +172,7 @@ def _from_files(
     device: torch.device,
     attention: str,
 ) -> PreTrainedModel:
-    if source.hub is not None:
-        hub.download_weights(source.hub, weight_files(source.folder, source.asked))
-        check_folder(source.folder, source.asked)
+    _fetch(source)
     own = _own_config(model, source)
     with _user_errors(f"{source.asked}: the weights cannot be loaded"):
         base, report = AutoModelForCausalLM.from_pretrained(
@@ -190,10 +193,24 @@ def _from_files(
             f"{source.asked}: the weights do not belong to this architecture ({config.model_type}): {len(missing)} "
             f"parameters are not in the files, such as {missing[0]}."
         )
-    return _named(base, source)
+    return named(base, source)
 
 
-def _named(base: PreTrainedModel, source: Source) -> PreTrainedModel:
+def _fetch(source: Source) -> None:
+    """Downloads the weights of a model on the hub."""
+    if source.hub is not None:
+        hub.download_weights(source.hub, weight_files(source.folder, source.asked))
+        check_folder(source.folder, source.asked)
+
+
+def from_files(model: Model, source: Source) -> FromFiles:
+    """What fills modules one by one from the model's files, where the base is never whole on the device."""
+    _fetch(source)
+    renamed = text_config(_own_config(model, source), source.asked)[1]
+    return FromFiles(source.folder, weight_files(source.folder, source.asked), renamed, source.asked)
+
+
+def named(base: PreTrainedModel, source: Source) -> PreTrainedModel:
     """What the adapter's files name as its base is the hub's model or the user's folder, never one of a cache."""
     base.name_or_path = base.config._name_or_path = source.hub.path if source.hub is not None else str(source.folder)
     return base
@@ -238,34 +255,6 @@ def _check_code(model: Model, source: Source) -> None:
         + ("transformers knows this architecture itself: take auto_map out of a local copy. " if known else "")
         + "To run that code after reading it: model.trust_remote_code=true model.revision=COMMIT, on the command line."
     )
-
-
-@torch.no_grad()
-def _random_base(
-    config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
-) -> PreTrainedModel:
-    """Random weights, made and quantised one module at a time: the peak stays near the quantised size."""
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtypes.compute, attn_implementation=attention)
-    quantised = set(decoder_linears(base))
-    head = base.get_output_embeddings()
-    # By name: a list of the modules would keep every unquantised weight alive until the end.
-    for name in [name for name, _ in base.named_modules()]:
-        module = base.get_submodule(name)
-        if not (module._parameters or module._buffers):
-            continue
-        if module is head and config.get_text_config().tie_word_embeddings:
-            continue
-        module.to_empty(device=device, recurse=False)
-        base._init_weights(module)
-        if name in quantised:
-            parent, _, child = name.rpartition(".")
-            setattr(base.get_submodule(parent), child, quant.linear(module, dtypes.compute, device))
-    base.tie_weights()
-    base.eval()
-    left = [name for name, tensor in base.named_parameters() if tensor.is_meta]
-    assert not left, f"not initialised: {left}"
-    return base
 
 
 class _user_errors:

@@ -18,7 +18,7 @@ import transformers
 
 from trainer.config.device import NO_GPU
 from trainer.config.saved import Run
-from trainer.config.schema import Device, Train
+from trainer.config.schema import Config, Device, Train
 from trainer.data.load import load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
 from trainer.data.prefetch import PrefetchingSteps
@@ -31,6 +31,8 @@ from trainer.memory.speed import recomputed_share
 from trainer.model import attention
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
+from trainer.model.offload.load import streamed_base
+from trainer.model.offload.stream import Source, Stream
 from trainer.model.precision import Dtypes
 from trainer.model.probe import check_packing
 from trainer.tracking.console import Screen
@@ -74,6 +76,8 @@ class Prepared:
     counts: list[Counts]
     steps: TrainingSteps
     plan: RunMemory
+    source: Source | None
+    """where the frozen blocks are to lie, if not on the device"""
 
 
 @dataclass
@@ -87,6 +91,8 @@ class Ready:
     attention: str
     trainable_parameters: int
     total_parameters: int
+    stream: Stream | None
+    """what brings the frozen blocks"""
 
 
 def prepare(run: Run, stages: Stages) -> Prepared:
@@ -104,6 +110,7 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
+    config.offload.check(shape, config.adapter)
     _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
 
     def steps_of(train: Train) -> PrefetchingSteps:
@@ -114,7 +121,8 @@ def prepare(run: Run, stages: Stages) -> Prepared:
         plan = plan_run(config, model_config, dtypes, steps)
     if plan.train is not config.train:  # checkpointing=auto made the micro-batch smaller
         steps = steps_of(plan.train)
-    return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan)
+    source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
+    return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan, source)
 
 
 def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready:
@@ -125,7 +133,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         chosen, why = attention.choose(prepared.config, device, dtypes.compute)
     with stages.stage("weights"):
         torch.manual_seed(config.seed)
-        base = load_base(config.model, prepared.config, config.quant, dtypes, device, chosen)
+        base, stream = _load(config, prepared, chosen)
     memory.at("weights loaded")
     with stages.stage("adapter"):
         torch.manual_seed(config.seed)
@@ -157,7 +165,15 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
     with stages.stage("packing probe"):
         vocab_size = prepared.config.get_text_config().vocab_size
         check_packing(base, config.loss, dtypes, vocab_size, config.packing.packed)
-    return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total)
+    return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total, stream)
+
+
+def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTrainedModel, Stream | None]:
+    """The frozen base, on the device or streamed to it."""
+    what = (config.model, prepared.config, config.quant, prepared.dtypes, prepared.device, attention)
+    if prepared.source is None:
+        return load_base(*what), None
+    return streamed_base(*what, prepared.source)
 
 
 def find_device(device: Device) -> torch.device:

@@ -22,7 +22,7 @@ from trainer.memory.measure import Memory, rss_peak
 from trainer.memory.probe import probe_memory, wanted
 from trainer.memory.report import short_plan
 from trainer.memory.snapshot import Snapshot, statistics
-from trainer.run import session
+from trainer.run import session, streaming
 from trainer.run.answers import held_out_answers
 from trainer.run.resume import Beginning, check_same_data, decide
 from trainer.run.session import Prepared, Ready, Stages
@@ -107,11 +107,17 @@ class TrainingRun:
         config = self.run.config
         self.memory = memory = self.stack.enter_context(Memory(prepared.device))
         self.situation.where = "loading"
+        if prepared.source is not None:
+            self.stack.callback(prepared.source.close)
         self.ready = ready = session.build(self.run, prepared, memory, self.stages)
+        if ready.stream is not None:
+            self.stack.callback(ready.stream.close)
         rng = self._begin_or_restore(ready, beginning, run_id)
         if self.tracker is not None and (manifest := self.folder.manifest()) is not None:
             self.tracker.identify(manifest)
         start_table(self.screen, self.run, ready, self.folder.path, memory, self._where())
+        if ready.stream is not None:
+            streaming.say_where(self.screen, ready.stream, prepared.plan)
         if beginning.checkpoint is not None:
             self.screen.say(f"resumed at step {self.state.step} from {beginning.checkpoint.name}", style="green")
             self.metrics.write("resumed", step=self.state.step)
@@ -143,6 +149,8 @@ class TrainingRun:
                 peak_memory=self.peak_memory,
             )
 
+            begun_step, begun_seconds = self.state.step, self.state.seconds
+
             def after_step(state: State, grad_norm: float) -> None:
                 self.situation.where = f"the evaluation or checkpoint after step {state.step}"
                 self.situation.peak = watch.peak_memory
@@ -150,6 +158,9 @@ class TrainingRun:
                 began = time.perf_counter()
                 watch.after_step(state, grad_norm)
                 self._note_start_up(time.perf_counter() - began)
+                if ready.stream is not None and state.step in (begun_step + 1, prepared.steps.num_steps):
+                    seconds = state.seconds - begun_seconds
+                    streaming.report(self.screen, self.metrics, ready.stream, state.step, seconds)
                 self.situation.where = f"step {state.step + 1}"
 
             with self.stages.stage("training"), self._until_interrupted(watch):
