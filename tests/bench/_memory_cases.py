@@ -50,4 +50,6 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "selective": ["checkpointing=selective"],
     "bf16": ["precision=bf16"],
     "bf16, none": ["precision=bf16", "checkpointing=none"],
+    "bf16, all parameters train": ["precision=bf16", "quant=none", "adapter=none"],
+    "bf16, all parameters train, none": ["precision=bf16", "quant=none", "adapter=none", "checkpointing=none"],
 }  # fmt: skip

@@ -34,7 +34,7 @@ def test_three_budgets(planner):
         real, _ = real_step(planner.config, planner.shape)
         assert real <= budget * 1.01
         kept = sum(isinstance(policy, NoCheckpointing) for policy in chosen.policy.policies)
-        shares.append((recomputed_share(chosen.policy, planner.depth), -kept))
+        shares.append((recomputed_share(planner, chosen.policy), -kept))
     assert shares[0] > shares[1] > shares[2]
     assert shares[2] == (0.0, -6)
 

@@ -91,7 +91,7 @@ def test_the_command_writes_the_plan_and_a_picture(tmp_path, capsys):
     words = [element.text for element in picture.iter() if element.tag.endswith("text")]
     assert all(name in words for name in plan["lines_gib"])
     shown = capsys.readouterr().out
-    assert "16 P" in shown and "adapter=none" in shown
+    assert "16 P" in shown and "adapter=none" in shown and "streamed base" in shown
 
 
 def test_a_wrong_word_is_refused_without_torch():

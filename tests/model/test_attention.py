@@ -23,6 +23,7 @@ from tests.factories import (
 )
 from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
+from trainer.training.losses import Full
 
 PATHS = [PACKED, "sdpa", "eager"]
 """The per-sample path, and transformers' own attention with the block mask it builds."""
@@ -251,3 +252,14 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.counts[operation.name()] += 1
         return operation(*args, **(kwargs or {}))
+
+
+def test_fp32_masters_under_bf16_autocast():
+    """Rotary embeddings leave queries in fp32 and values in bf16: the same loss as through torch's own function."""
+    batch = packed_batch(random_tokens([20]))
+    losses = []
+    for name in (attention.PACKED, "sdpa"):
+        model = llama(name)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(Full().sum(model, batch))
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-3)

@@ -20,6 +20,7 @@ CORRECTIONS = (
     "With a frozen base there is no weight gradient, so full checkpointing costs a third of the arithmetic, not 1.3x.",
     "24 B T d L and 34 s b h are for models with GELU, biases and dropout; what a block keeps is traced here.",
     "2 L B T d is O(L). Segments of sqrt(L) keep fewer inputs, but a whole segment is alive in backward.",
+    "All parameters in bf16: autocast keeps a bf16 copy of every fp32 master through a micro-batch, 2 bytes more each.",
     "The peak is static + the largest of the moments, not the sum of all parts.",
 )
 
@@ -74,22 +75,6 @@ def _kept(profile, layers: int) -> int:
     """Bytes kept between forward and backward by all blocks."""
     middle = profile.forward[len(profile.forward) // 2].delta if profile.forward else profile.loss.delta
     return layers * middle
-
-
-def ladder(layers: int = 80, hidden: int = 8192, parameters: int = 70_000_000_000, tokens: int = 2048):
-    """The textbook's stack for a 70B at B=1, T=2048: (technique, static GB, activations GB)."""
-    theta = book.lora_parameters(layers, 4, hidden, 16)
-    activations = book.activations_rule(1, tokens, hidden, layers)
-    checkpointed = book.activations_checkpointed(1, tokens, hidden, layers)
-    rows = [
-        ("full, mixed precision", book.full_mixed_precision(parameters), activations),
-        ("+ checkpointing", book.full_mixed_precision(parameters), checkpointed),
-        ("+ 8-bit states", book.full_mixed_precision(parameters, book.ADAM_8BIT), checkpointed),
-        ("+ LoRA r=16", book.lora(parameters, theta), checkpointed),
-        ("+ QLoRA", book.qlora(parameters, theta), checkpointed),
-        ("+ streamed base (one layer held)", book.qlora(parameters // layers, theta), checkpointed),
-    ]
-    return [(name, f"{static / GIB:.1f}", f"{live / GIB:.2f}") for name, static, live in rows]
 
 
 def _gib(size: int | None) -> str:

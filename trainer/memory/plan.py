@@ -19,6 +19,7 @@ from trainer.memory.static import Static, count_static
 from trainer.memory.trace import planned_attention, trace
 from trainer.model.checkpointing import Attention, NoCheckpointing
 from trainer.model.checkpointing import Auto as AutoCheckpointing
+from trainer.model.checkpointing import Full
 from trainer.model.load import planned_config, skeleton
 from trainer.model.offload.activations import IN_FLIGHT
 from trainer.model.precision import Auto, Dtypes
@@ -27,6 +28,7 @@ from trainer.units import GIB
 if TYPE_CHECKING:
     from trainer.config.schema import Config
     from trainer.model.checkpointing import Checkpointing
+    from trainer.training.losses import Loss
 
 
 CUDA_CONTEXT = GIB // 2
@@ -132,6 +134,17 @@ class Planner:
     def host_limit(self) -> int | None:
         """Bytes of free host memory; None where another machine is planned for."""
         return free_bytes("cpu") if self.device_type == "cpu" or torch.cuda.is_available() else None
+
+    def with_loss(self, loss: Loss) -> Prediction:
+        """The step with another loss: the blocks as they are, the loss's own part from a trace of one block."""
+        config = replace(self.config, loss=loss)
+        one = trace(config, self.model_config, self._trace_dtypes, self.device_type, self.shape, Full(), depth=1)
+        profiles = [
+            replace(self.profile(block), loss=one.loss, loss_backward=one.loss_backward)
+            for block in self.policy.blocks(self.depth)
+        ]
+        segment = self.policy.segment(self.depth)
+        return predict(self.static, profiles, self.optimizer.workspace, self.accumulates, segment)
 
     def _profile_at(self, policy: Checkpointing, tokens: int | None) -> Profile:
         profile = self.profile(policy)

@@ -52,7 +52,7 @@ def full_plan(planner: Planner) -> dict[str, Any]:
     budget = planner.config.memory.budget_gib
     changes = whatif.rows(planner)
     plan = _prediction(planner, prediction)
-    plan["recomputed_share"] = recomputed_share(planner.policy, planner.depth)
+    plan["recomputed_share"] = recomputed_share(planner, planner.policy)
     plan["cards"] = [
         {"gib": card, "fits": needed <= card * GIB, "longest_micro_batch_tokens": planner.longest(card * GIB)}
         for card in CARDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainer.memory import explain as explanation
+from trainer.memory.stack import TOKENS, stack
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
@@ -59,12 +60,22 @@ def show(screen: Screen, plan: dict[str, Any], recipe: str) -> None:
 
 
 def show_explanation(screen: Screen, planner: Planner) -> None:
-    """The textbook beside this plan."""
+    """The textbook beside this plan, and beside a 70B."""
     screen.columns("textbook and this plan, GiB", ("line", "textbook", "here"), explanation.comparison(planner))
     screen.columns(
-        "the textbook's stack for a 70B, B=1, T=2048, GiB",
-        ("technique", "weights and states", "activations"),
-        explanation.ladder(),
+        f"a 70B at B=1, T={TOKENS:,}, one technique upon the other, GiB: textbook | here",
+        ("technique", "states", "activations", "states", "in the step", "peak"),
+        [
+            (
+                rung.technique,
+                f"{rung.book_static:.1f}",
+                f"{rung.book_activations:.2f}",
+                f"{rung.static:.1f}",
+                f"{rung.activations:.2f}",
+                f"{rung.peak:.1f}",
+            )
+            for rung in stack(planner.config)
+        ],
     )
     for sentence in explanation.CORRECTIONS:
         screen.say(f"- {sentence}")

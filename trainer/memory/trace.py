@@ -7,7 +7,6 @@ blocks, loss, and back. The model, PEFT's modules, the checkpointing policy, aut
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,8 +83,6 @@ def trace(
             recorder.mark("end")
     profile = recorder.profile(len(model.layers()), whole, shape.num_tokens)
     recorder.close()
-    del model, batch
-    gc.collect()  # hooks and modules refer to each other
     return profile
 
 
@@ -158,6 +155,7 @@ def _planned_varlen(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, **kwargs
 ):
     boundaries, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    query, key = query.to(value.dtype), key.to(value.dtype)
     return attention._varlen(query, key, value, scaling, sliding_window, boundaries, longest), None
 
 

@@ -8,16 +8,36 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.config.shelf import option_values, options, schema_of
+from trainer.memory.derive import derived
 from trainer.memory.optimizer import optimizer_memory
-from trainer.memory.speed import recomputed_share
+from trainer.memory.speed import recomputed_share, work
 from trainer.model.adapters import LoRA, decoder_linears
-from trainer.model.checkpointing import Full, NoCheckpointing, Segments, Sqrt
+from trainer.model.checkpointing import (
+    Attention,
+    Checkpointing,
+    EveryK,
+    Full,
+    Keep,
+    NoCheckpointing,
+    Segments,
+    Selective,
+    Sqrt,
+)
 from trainer.registry import OPTIONS
+from trainer.training.losses import Chunked
 from trainer.training.losses import Full as FullLoss
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
-    from trainer.model.checkpointing import Checkpointing
+
+POLICIES: dict[str, Checkpointing] = {
+    "checkpointing=none": NoCheckpointing(),
+    "checkpointing=attention": Attention(),
+    "checkpointing=selective checkpointing.keep=attention": Selective(keep=Keep.attention),
+    "checkpointing=full": Full(),
+    "checkpointing=every_k checkpointing.k=2": EveryK(k=2),
+    "checkpointing=sqrt": Sqrt(),
+}
 
 BITS = {"nf4": 4.127, "fp4": 4.127, "int8": 8.0}
 """Bits a quantised weight, scales included."""
@@ -45,37 +65,23 @@ def rows(planner: Planner) -> list[Row]:
         *_optimizers(planner, now),
         *_quantisations(planner, now),
         *_ranks(planner, now),
-        *_losses(planner, now),
+        *_losses(planner),
     ]
 
 
 def _policies(planner: Planner) -> list[Row]:
     current, found = planner.policy, []
-    mine = recomputed_share(current, planner.depth)
-    none, full = NoCheckpointing(), Full()
-    candidates: list[tuple[str, Checkpointing]] = [
-        ("checkpointing=none", none),
-        ("checkpointing=full", full),
-        ("checkpointing=sqrt", Sqrt()),
-    ]
-    for words, policy in candidates:
-        if repr(policy) == repr(current):
+    now, full = work(planner, current), planner.needed(planner.predict(Full()))
+    for words, policy in POLICIES.items():
+        if policy == current or (isinstance(policy, Segments) and planner.depth < 3):
             continue
-        share = recomputed_share(policy, planner.depth)
-        needed = planner.needed(planner.predict(policy))
-        cost = (
-            "the same arithmetic" if share == mine else f"{_work(planner, share) / _work(planner, mine) - 1:+.0%} work"
-        )
-        if isinstance(policy, Segments) and needed > planner.needed(planner.predict(full)):
+        needed = planner.needed(derived(planner, policy))
+        more = work(planner, policy) / now - 1
+        cost = f"recomputes {recomputed_share(planner, policy):.0%} of the blocks, {more:+.0%} work"
+        if isinstance(policy, Segments) and needed > full:
             cost += "; more memory than full: a whole segment is alive in backward"
         found.append(Row(words, needed, cost, 2))
     return found
-
-
-def _work(planner: Planner, share: float) -> float:
-    """Relative arithmetic of a step on a frozen base: forward, backward and the recomputed share."""
-    base_trains = planner.model.adapted is planner.model.base
-    return (3 if base_trains else 2) + share
 
 
 def _sizes(planner: Planner) -> list[Row]:
@@ -99,7 +105,11 @@ def _sizes(planner: Planner) -> list[Row]:
         padded = count * planner.config.data.max_length
         needed = planner.needed(planner.predict(tokens=padded))
         found.append(Row("packing=none", needed, f"{count} padded samples; padding is computed too", 6))
-    elif train.micro_batch_size > 1:
+        return found
+    packed = planner.needed(planner.predict(tokens=train.micro_batch_tokens))
+    words = f"packing=best_fit train.micro_batch_tokens={train.micro_batch_tokens}"
+    found.append(Row(words, packed, "rows of whole samples, no padding is computed", 1))
+    if train.micro_batch_size > 1:
         words = (
             f"train.micro_batch_size={train.micro_batch_size // 2} train.accumulation_steps="
             f"{2 * train.accumulation_steps}"
@@ -170,16 +180,15 @@ def _ranks(planner: Planner, now: int) -> list[Row]:
     return found
 
 
-def _losses(planner: Planner, now: int) -> list[Row]:
+def _losses(planner: Planner) -> list[Row]:
+    """The other of full and chunked: the blocks as traced, the loss from a trace of one block."""
+    name, cost = "full", "logits of every token: the reference"
     if isinstance(planner.config.loss, FullLoss):
+        name, cost = "chunked", "the same loss, no logits of all tokens"
+    elif not isinstance(planner.config.loss, Chunked):
         return []
-    vocabulary = planner.model_config.get_text_config().vocab_size
-    prediction = planner.predict()
-    before = {moment.name: moment for moment in prediction.moments}.get("loss")
-    if before is None:
-        return []
-    logits = planner.static.total + before.kept + 12 * vocabulary * planner.shape.num_tokens
-    return [Row("loss=full", max(now, planner.needed_bytes(logits)), "logits of every token: the reference", 0)]
+    other = schema_of("loss", name)(**option_values("loss", name))
+    return [Row(f"loss={name}", planner.needed(planner.with_loss(other)), cost, 0)]
 
 
 def ranked(planner: Planner, budget: int) -> list[Row]:

@@ -52,6 +52,9 @@ def packed_attention(
     """transformers' attention interface for a packed row."""
     assert attention_mask is None, "a packed row has no attention mask"
     assert cu_seq_lens_q is not None and max_length_q is not None, "packed attention needs the sample boundaries"
+    # Rotary embeddings of fp32 masters leave queries and keys in fp32 beside values in autocast's dtype; autocast
+    # casts for scaled_dot_product_attention, not for the kernels below it.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if query.device.type == "cuda":
         return _varlen(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
     return _per_sample(query, key, value, scaling, dropout, sliding_window, cu_seq_lens_q), None

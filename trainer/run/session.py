@@ -157,7 +157,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         dtypes=dtypes,
         accelerator=accelerator,
         arithmetic=count_arithmetic(prepared.skeleton, 0 if base_trains else trainable, base_trains),
-        recomputed=recomputed_share(prepared.plan.policy, prepared.plan.planner.depth),
+        recomputed=recomputed_share(prepared.plan.planner, prepared.plan.policy),
         memory=memory,
         max_grad_norm=config.train.max_grad_norm,
         peak_learning_rate=config.optim.learning_rate,
