@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.factories import packed_batch, padded_batch
-from tests.model.test_families import CPU, FAMILIES, WINDOW, Family, Trial, make, plain_base, samples, trial_of
+from tests.model.test_families import CPU, FAMILIES, WINDOW, Family, Trial, plain_base, samples, trial_of
 from tests.support import metrics
 from trainer.config.compose import compose
 from trainer.config.saved import load_run

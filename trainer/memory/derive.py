@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.memory.predict import Prediction, predict
+from trainer.memory.predict import Prediction
 from trainer.memory.profile import Interval, Profile
 from trainer.model.checkpointing import Attention, Full, Keep, NoCheckpointing, Selective
 
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 def derived(planner: Planner, policy: Checkpointing) -> Prediction:
     """The step under a policy, traced only as `none` and `full`."""
-    none, full = planner.profile(NoCheckpointing()), planner.profile(Full())
-    if isinstance(policy, Selective) and full.saved is not None:
-        profiles = [_keeping(full, _kept(full, policy.keep))] * planner.depth
-    elif isinstance(policy, Attention) and none.saved is not None:
-        profiles = [_keeping(none, -none.saved.attention)] * planner.depth
-    else:
-        return planner.predict(policy)
-    return predict(planner.static, profiles, planner.optimizer.workspace, planner.accumulates)
+    return planner.fold(policy, [_profile(planner, block) for block in policy.blocks(planner.depth)])
+
+
+def _profile(planner: Planner, policy: Checkpointing) -> Profile:
+    """A block's, as far as it can be told without a trace."""
+    if isinstance(policy, Selective):
+        full = planner.profile(Full())
+        return planner.profile(policy) if full.saved is None else _keeping(full, _kept(full, policy.keep))
+    if isinstance(policy, Attention):
+        none = planner.profile(NoCheckpointing())
+        return planner.profile(policy) if none.saved is None else _keeping(none, -none.saved.attention)
+    return planner.profile(policy)
 
 
 def _kept(full: Profile, keep: Keep) -> int:

@@ -17,9 +17,8 @@ from trainer.memory.profile import Profile, Shape
 from trainer.memory.standins import outline
 from trainer.memory.static import Static, count_static
 from trainer.memory.trace import planned_attention, trace
-from trainer.model.checkpointing import Attention, NoCheckpointing
+from trainer.model.checkpointing import Attention, Full, NoCheckpointing
 from trainer.model.checkpointing import Auto as AutoCheckpointing
-from trainer.model.checkpointing import Full
 from trainer.model.load import planned_config, skeleton
 from trainer.model.offload.activations import IN_FLIGHT
 from trainer.model.precision import Auto, Dtypes
@@ -102,7 +101,10 @@ class Planner:
     def predict(self, policy: Checkpointing | None = None, tokens: int | None = None) -> Prediction:
         """The whole step under a policy (by default the configured one), at another micro-batch size if given."""
         policy = policy or self.policy
-        profiles = [self._profile_at(block, tokens) for block in policy.blocks(self.depth)]
+        return self.fold(policy, [self._profile_at(block, tokens) for block in policy.blocks(self.depth)], tokens)
+
+    def fold(self, policy: Checkpointing, profiles: list[Profile], tokens: int | None = None) -> Prediction:
+        """The whole step from a profile of each block."""
         static = self.static
         if policy.moves_inputs:
             size = self.input_bytes(tokens)
@@ -139,12 +141,8 @@ class Planner:
         """The step with another loss: the blocks as they are, the loss's own part from a trace of one block."""
         config = replace(self.config, loss=loss)
         one = trace(config, self.model_config, self._trace_dtypes, self.device_type, self.shape, Full(), depth=1)
-        profiles = [
-            replace(self.profile(block), loss=one.loss, loss_backward=one.loss_backward)
-            for block in self.policy.blocks(self.depth)
-        ]
-        segment = self.policy.segment(self.depth)
-        return predict(self.static, profiles, self.optimizer.workspace, self.accumulates, segment)
+        blocks = [self.profile(block) for block in self.policy.blocks(self.depth)]
+        return self.fold(self.policy, [replace(b, loss=one.loss, loss_backward=one.loss_backward) for b in blocks])
 
     def _profile_at(self, policy: Checkpointing, tokens: int | None) -> Profile:
         profile = self.profile(policy)

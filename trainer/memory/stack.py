@@ -14,6 +14,7 @@ from trainer.memory.standins import shallower
 from trainer.memory.static import Static
 from trainer.model.checkpointing import Full, NoCheckpointing
 from trainer.model.load import planned_config
+from trainer.model.offload.stream import SLOTS
 from trainer.model.options import Weights
 from trainer.units import GIB
 
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from trainer.model.checkpointing import Checkpointing
 
 MODEL, TOKENS, RANK = "llama3_70b", 2048, 16
-COMMON = {"precision": "bf16", "packing": "best_fit", "loss": "chunked"}
-BLOCK_SLOTS = 2
-"""Blocks of a streamed base that are on the device at once: the one that computes and the next one on its way."""
+COMMON = {"precision": "bf16", "packing": "best_fit", "loss": "chunked", "offload": "none"}
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ def stack(config: Config) -> list[Rung]:
     eight_bit = _Deep(config, quant="none", adapter="none", optim="adamw_8bit")
     lora = _Deep(config, quant="none", adapter="lora", optim="adamw_8bit")
     qlora = _Deep(config, quant="nf4", adapter="lora", optim="adamw_8bit")
+    streamed = _Deep(config, quant="nf4", adapter="lora", optim="adamw_8bit", offload="base_cpu")
     layers, hidden, parameters = full.layers, full.hidden, full.static.base_parameters
     theta = book.lora_parameters(layers, 4, hidden, RANK)
     kept = book.activations_rule(1, TOKENS, hidden, layers)
     inputs = book.activations_checkpointed(1, TOKENS, hidden, layers)
-    base = qlora.predict(Full())
     rungs = [
         ("full, mixed precision", book.full_mixed_precision(parameters), kept, full.predict(NoCheckpointing())),
         ("+ checkpointing", book.full_mixed_precision(parameters), inputs, full.predict(Full())),
@@ -63,12 +62,12 @@ def stack(config: Config) -> list[Rung]:
             predict(eight_bit.static, full.profiles(Full()), eight_bit.workspace, accumulates=True),
         ),
         (f"+ LoRA r={RANK}", book.lora(parameters, theta), inputs, lora.predict(Full())),
-        ("+ QLoRA", book.qlora(parameters, theta), inputs, base),
+        ("+ QLoRA", book.qlora(parameters, theta), inputs, qlora.predict(Full())),
         (
-            f"+ streamed base, {BLOCK_SLOTS} blocks held",
-            book.qlora(BLOCK_SLOTS * parameters // layers, theta),
+            f"+ streamed base, {SLOTS} blocks held",
+            book.qlora(SLOTS * parameters // layers, theta),
             inputs,
-            replace(base, static=streamed(base.static, layers)),
+            predict(streamed.static, qlora.profiles(Full()), streamed.workspace, accumulates=True),
         ),
     ]
     return [_rung(*rung) for rung in rungs]
@@ -77,14 +76,6 @@ def stack(config: Config) -> list[Rung]:
 def _rung(name: str, theirs: int, live: int, ours: Prediction) -> Rung:
     step = max(moment.peak for moment in ours.moments if moment.name != "optimizer step")
     return Rung(name, theirs / GIB, live / GIB, ours.static.total / GIB, step / GIB, ours.peak / GIB)
-
-
-def streamed(static: Static, layers: int) -> Static:
-    """The static part with only `BLOCK_SLOTS` blocks' frozen linear layers on the device; embeddings, head, norms and
-    the adapter stay."""
-    moving = ("quantised weights", "absmax", "linear weights")
-    held = {name: size * BLOCK_SLOTS // layers if name in moving else size for name, size in static.weights.items()}
-    return replace(static, weights=held)
 
 
 class _Deep:

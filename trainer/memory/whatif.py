@@ -71,9 +71,10 @@ def rows(planner: Planner) -> list[Row]:
 
 def _policies(planner: Planner) -> list[Row]:
     current, found = planner.policy, []
-    now, full = work(planner, current), planner.needed(planner.predict(Full()))
+    now, full = work(planner, current), planner.needed(planner.predict(planner.config.offload.policy(Full())))
     for words, policy in POLICIES.items():
-        if policy == current or (isinstance(policy, Segments) and planner.depth < 3):
+        policy = planner.config.offload.policy(policy)
+        if repr(policy) == repr(current) or (isinstance(policy, Segments) and planner.depth < 3):
             continue
         needed = planner.needed(derived(planner, policy))
         more = work(planner, policy) / now - 1
