@@ -20,7 +20,7 @@ from trainer.memory import whatif
 from trainer.memory.plan import GIB, Planner, largest_shape
 from trainer.memory.predict import Moment
 from trainer.memory.report import full_plan
-from trainer.memory.snapshot import timeline_shape
+from trainer.memory.snapshot import Mark, step_shape, timeline_shape
 
 RECIPES = [name for name in recipes() if recipes()[name].file.parent.name == "recipes"]
 
@@ -130,6 +130,18 @@ def test_the_peak_is_the_highest_moment_and_not_the_sum(planner):
 )
 def test_shapes_of_a_timeline_are_named(heights, word):
     assert word in timeline_shape([height * 10_000 for height in heights])
+
+
+def test_shapes_within_a_step_are_named():
+    def step(forward, backward, workspace):
+        rows = [("forward", forward, forward), ("backward", 10, backward), ("step", 10, workspace)]
+        return step_shape([Mark(1, *row) for row in rows])
+
+    assert step(110, 130, 20) == (
+        "a plateau of activations: 100 bytes are kept when forward ends, 120 at the highest, in backward"
+    )
+    assert step(30, 40, 90).startswith("a spike of 80 bytes at the optimizer's step")
+    assert step_shape([Mark(1, "forward", 3, 3)]) == "no whole step was recorded"
 
 
 def test_a_hub_model_is_planned_from_the_recipes_block_without_a_connection():

@@ -22,12 +22,20 @@ def test_summary_and_plan_tell_predicted_and_measured(base_overrides, tmp_path):
     summary = train_here([*base_overrides, "memory.stats=true"], tmp_path)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert summary["predicted_peak_memory_gib"] == plan["peak_gib"] > 0
-    assert list(summary["memory_stages_gib"]) == [
-        "weights loaded", "adapter attached", "first forward", "first backward", "first step"
-    ]  # fmt: skip
+    stages = summary["memory_stages_gib"]
+    names = ["weights loaded", "adapter attached", "first forward", "first backward", "first step"]
+    assert list(stages) == names
+    for stage in stages.values():
+        assert 0 < stage["allocated"] <= stage["peak"] and stage["gap"] >= 0
+        assert stage["reserved"] == pytest.approx(stage["allocated"] + stage["gap"])
     assert summary["memory_baseline_gib"] > 0
     # All the C library allocates is in the measured peak: tensors, and a few MiB of rows, tokenizer and threads.
     assert 0 < summary["peak_memory_gib"] < summary["predicted_peak_memory_gib"] + 0.25
+    log = (tmp_path / "train.log").read_text()
+    for words in ("predicted; ", "allocated by stage: weights loaded", "fragmentation", "GiB reserved", "fordblks"):
+        assert words in log, words
+    figures = [int(line.split()[-1].replace(",", "")) for line in log.partition("allocator\n")[2].splitlines() if line]
+    assert len(figures) > 3 and figures == sorted(figures, reverse=True)
 
 
 def test_the_probe_changes_nothing(base_overrides, tmp_path):
@@ -64,6 +72,13 @@ def test_a_snapshot_on_a_cpu_names_the_lines_that_hold_the_most(base_overrides, 
     assert len(snapshot["live_after_step"]) == 2
     sizes = [row["bytes"] for row in snapshot["largest_at_peak"]]
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= snapshot["peak_bytes"]
+    marks = snapshot["timeline"]
+    assert [(m["step"], m["stage"]) for m in marks] == [
+        (n, stage) for n in (1, 2) for stage in ("forward", "backward", "forward", "backward", "step")
+    ]
+    assert max(mark["peak"] for mark in marks) == snapshot["peak_bytes"]
+    assert "within a step: a plateau of activations" in snapshot["shape"]
+    assert snapshot["shape"] in (tmp_path / "train.log").read_text().replace("\n", " ")
     assert any("transformers" in row["line"] or "model/" in row["line"] for row in snapshot["largest_at_peak"])
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.memory.stages import Stage
+
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
 """Words of the allocators' errors: CUDA's and bitsandbytes', torch's on a CPU, numpy's."""
 
@@ -87,8 +89,11 @@ class Memory:
         self._peak = 0
         self.baseline = _held(self._mallinfo2) if device.type == "cpu" else 0
         """bytes held on a CPU before the run, by libraries and Python itself"""
-        self.stages: dict[str, int] = {}
-        """allocated bytes when each stage of the run was first reached"""
+        self.stages: dict[str, Stage] = {}
+        """each stage of the run when it was first reached"""
+        self.recording: Callable[[str, int, int], None] | None = None
+        """told of every stage, also when it comes again: its name, allocated bytes, highest since the one before"""
+        self._stage_peak = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -106,25 +111,39 @@ class Memory:
     def sample(self) -> None:
         """Notes the present height on a CPU; CUDA does so by itself."""
         if self.device.type == "cpu":
-            self._peak = max(self._peak, self._held())
+            self._note(self._held())
+
+    def _note(self, height: int) -> None:
+        self._peak, self._stage_peak = max(self._peak, height), max(self._stage_peak, height)
 
     def at(self, stage: str) -> None:
         """Notes the height, and under the stage's name if it is the first time. Asks nothing of the device."""
         self.sample()
-        if stage not in self.stages:
-            cuda = self.device.type == "cuda"
-            self.stages[stage] = torch.cuda.memory_allocated(self.device) if cuda else self._held()
+        if stage in self.stages and self.recording is None:
+            return
+        allocated, gap = self._now()
+        peak, self._stage_peak = max(self._stage_peak, allocated), allocated
+        self.stages.setdefault(stage, Stage(allocated, peak, allocated + gap))
+        if self.recording is not None:
+            self.recording(stage, allocated, peak)
 
-    def reserved(self) -> int | None:
-        """Bytes that the caching allocator took from the device; a CPU has none."""
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else None
+    def _now(self) -> tuple[int, int]:
+        """Allocated bytes, and those that the allocator holds beside them."""
+        if self.device.type == "cuda":
+            self._note(torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+            allocated = torch.cuda.memory_allocated(self.device)
+            return allocated, torch.cuda.memory_reserved(self.device) - allocated
+        free = 0 if self._mallinfo2 is None else self._mallinfo2().fordblks
+        return self._held(), free
 
     def read(self) -> MemoryReading:
         """Allocated now and at most since the last reading."""
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
-            peak = torch.cuda.max_memory_allocated(self.device)
+            self._note(torch.cuda.max_memory_allocated(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
+            peak, self._peak = max(self._peak, allocated), 0
         else:
             allocated = self._held()
             peak, self._peak = max(self._peak, allocated), allocated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from trainer.memory.tracker import Tracker
 
 LARGEST = 30
+STAGES = {"first forward": "forward", "first backward": "backward", "first step": "step"}
+"""What the loop calls the end of each stage of a step, and what it is called here."""
 OURS = str(Path(__file__).resolve().parent.parent)
 MACHINERY = ("/torch/", "/transformers/utils/", "/memory/tracker.py", "/memory/snapshot.py")
 
@@ -44,6 +46,18 @@ class Allocations(Tracker):
         return sorted(alive, reverse=True)[:LARGEST]
 
 
+@dataclass(frozen=True)
+class Mark:
+    """The end of a stage within a step. Bytes."""
+
+    step: int
+    """from 1, of those that are recorded"""
+    stage: str
+    live: int
+    peak: int
+    """highest since the mark before"""
+
+
 @dataclass
 class Snapshot:
     """Records `steps` optimizer steps from the first of this run on."""
@@ -53,6 +67,8 @@ class Snapshot:
     folder: Path
     heights: list[int] = field(default_factory=list)
     """live bytes after each step"""
+    timeline: list[Mark] = field(default_factory=list)
+    """every stage of the recorded steps"""
     _recorder: Allocations | None = None
 
     def start(self) -> None:
@@ -61,6 +77,12 @@ class Snapshot:
             return
         self._recorder = Allocations()
         self._recorder.__enter__()
+
+    def mark(self, stage: str, allocated: int, peak: int) -> None:
+        """Notes a stage; on a CPU the recorder's own count, to the byte, takes the place of the allocator's."""
+        if self._recorder is not None:
+            allocated, peak = self._recorder.mark()
+        self.timeline.append(Mark(len(self.heights) + 1, STAGES[stage], allocated, peak))
 
     def after_step(self) -> Path | None:
         """Called after each optimizer step; returns the file once it is written."""
@@ -78,14 +100,20 @@ class Snapshot:
             file = self.folder / "memory_snapshot.pickle"  # the format that pytorch.org/memory_viz reads
             torch.cuda.memory._dump_snapshot(str(file))
             torch.cuda.memory._record_memory_history(enabled=None)
+            self._write({})
             return file
         if self._recorder is None:
             return None
         recorder, self._recorder = self._recorder, None
         recorder.__exit__(None, None, None)
-        file = self.folder / "memory_snapshot.json"
         rows = [{"bytes": b, "line": line, "shape": s, "dtype": d} for b, line, s, d in recorder.at_peak]
-        content = {"peak_bytes": recorder._highest, "live_after_step": self.heights, "largest_at_peak": rows}
+        return self._write({"peak_bytes": recorder._highest, "largest_at_peak": rows})
+
+    def _write(self, content: dict[str, Any]) -> Path:
+        """memory_snapshot.json: the timeline, what its shape means, and what else is known."""
+        file = self.folder / "memory_snapshot.json"
+        marks = [asdict(mark) for mark in self.timeline]
+        content = {**content, "live_after_step": self.heights, "timeline": marks, "shape": self.shape()}
         file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return file
 
@@ -95,7 +123,8 @@ class Snapshot:
             self.stop()
 
     def shape(self) -> str:
-        return timeline_shape(self.heights)
+        """What the timeline looks like, between steps and within the last one."""
+        return f"after each step: {timeline_shape(self.heights)}; within a step: {step_shape(self.timeline)}"
 
 
 def timeline_shape(heights: list[int]) -> str:
@@ -111,6 +140,24 @@ def timeline_shape(heights: list[int]) -> str:
     if all(abs(rise) <= threshold for rise in rises):
         return "level: nothing is left behind by a step"
     return "uneven"
+
+
+def step_shape(timeline: list[Mark]) -> str:
+    """What the highest moment of the last recorded step means: a plateau at the end of forward is activations, a spike
+    in the optimizer's step is its workspace or its state coming to life."""
+    marks = [mark for mark in timeline if mark.step == timeline[-1].step] if timeline else []
+    stages = {mark.stage for mark in marks}
+    if not {"forward", "backward", "step"} <= stages:
+        return "no whole step was recorded"
+    floor = min(mark.live for mark in marks)
+    top = max(marks, key=lambda mark: mark.peak)
+    kept = max(mark.live for mark in marks if mark.stage == "forward")
+    if top.stage == "step":
+        return f"a spike of {top.peak - floor:,} bytes at the optimizer's step: its workspace, or its state at first"
+    return (
+        f"a plateau of activations: {kept - floor:,} bytes are kept when forward ends, {top.peak - floor:,} at the "
+        f"highest, in {top.stage}"
+    )
 
 
 def _line() -> str:

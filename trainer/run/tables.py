@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config.saved import Run
 from trainer.memory.measure import Memory
+from trainer.memory.stages import fragmentation, sentence
 from trainer.model import fused, load
 from trainer.run.session import Ready, Stages
 from trainer.tracking.console import Screen
@@ -69,7 +70,9 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
     )
 
 
-def end_table(screen: Screen, summary: dict[str, Any], stages: Stages, run_dir: Path, tracking: str) -> None:
+def end_table(
+    screen: Screen, summary: dict[str, Any], stages: Stages, memory: Memory, run_dir: Path, tracking: str
+) -> None:
     """What came out."""
     rows = [
         ("steps", f"{summary['steps']}, {summary['num_tokens']:,} tokens"),
@@ -89,8 +92,11 @@ def end_table(screen: Screen, summary: dict[str, Any], stages: Stages, run_dir: 
         ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"),
         (
             "memory",
-            f"{summary['peak_memory_gib']:.2f} GiB peak allocated, {summary['rss_peak_gib']:.2f} GiB process peak",
+            f"{summary['peak_memory_gib']:.2f} GiB peak allocated, "
+            f"{summary['predicted_peak_memory_gib']:.2f} predicted; {summary['rss_peak_gib']:.2f} GiB process peak",
         ),
+        ("", f"allocated by stage: {sentence(memory.stages)} GiB"),
+        ("fragmentation", fragmentation(memory.stages, memory.device.type)),
         ("time to first step", _stages(summary["stages_to_first_step"])),
         ("time", f"{summary['wall_seconds']:.1f} s: {stages.sentence()}"),
         ("result", str(run_dir / summary["adapter"])),

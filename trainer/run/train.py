@@ -239,11 +239,13 @@ class TrainingRun:
         if not self.snapshot.heights and self.snapshot.steps == self.run.config.memory.snapshot and not self._recording:
             self._recording = True
             self.snapshot.start()
+            self.memory.recording = self.snapshot.mark
             self.stack.callback(self.snapshot.abandon)
             return
         file = self.snapshot.after_step()
         if file is not None:
-            self.screen.say(f"memory snapshot: {file}; after each step: {self.snapshot.shape()}")
+            self.memory.recording = None
+            self.screen.say(f"memory snapshot: {file}; {self.snapshot.shape()}")
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
@@ -273,7 +275,7 @@ class TrainingRun:
         summary = {**self._summary("completed"), "adapter": name, "answers": answers}
         self._write_summary(summary)
         answers_table(self.screen, answers)
-        end_table(self.screen, summary, self.stages, run_dir, self._where())
+        end_table(self.screen, summary, self.stages, self.memory, run_dir, self._where())
         if self.run.config.memory.stats:
             self.screen.table("allocator", statistics(prepared.device))
         return summary
@@ -295,7 +297,7 @@ class TrainingRun:
             "peak_memory_gib": self.peak_memory / GIB,
             "predicted_peak_memory_gib": ready.prepared.plan.prediction.peak / GIB if ready else None,
             "memory_baseline_gib": self.memory.baseline / GIB if self.memory else None,
-            "memory_stages_gib": {n: b / GIB for n, b in self.memory.stages.items()} if self.memory else None,
+            "memory_stages_gib": {n: s.as_gib() for n, s in self.memory.stages.items()} if self.memory else None,
             "rss_peak_gib": rss_peak() / GIB,
             "trainable_parameters": ready.trainable_parameters if ready else None,
             "total_parameters": ready.total_parameters if ready else None,
