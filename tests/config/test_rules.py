@@ -172,6 +172,13 @@ def test_what_cannot_be_streamed(offload, words, said):
     assert f"offload={offload}" in str(refused.value) and said in str(refused.value)
 
 
+@pytest.mark.parametrize("tiles", [0, -1, "many", None, 1.5, True, [2]])
+def test_tiles_are_a_number_or_auto(tiles):
+    (problem,) = broken(("model.mlp_tiles", tiles))
+    assert problem.startswith("model.mlp_tiles=") and "auto, or a number of 1 or more" in problem
+    assert broken(("model.mlp_tiles", "auto")) == broken(("model.mlp_tiles", 8)) == []
+
+
 @pytest.mark.parametrize("policy", options("checkpointing"))
 def test_only_inputs_of_recomputed_blocks_can_be_moved(policy):
     problems = broken(("checkpointing", configuration(f"checkpointing={policy}").checkpointing), words=(ACTIVATIONS,))

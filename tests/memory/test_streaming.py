@@ -11,13 +11,16 @@ from tests.factories import option
 from tests.model.offload.copying import Latest
 from tests.model.offload.test_stream import BATCHES, DEPTH, LOSS, POLICIES, adapted, streamed
 from trainer.config.compose import compose
+from trainer.memory import whatif
+from trainer.memory.fit import fit
 from trainer.memory.plan import Planner
 from trainer.memory.predict import predict
-from trainer.memory.streaming import moved_blocks
+from trainer.memory.streaming import LINKS, moved_blocks, offload_plan
 from trainer.memory.trace import trace
 from trainer.model.checkpointing import Full
 from trainer.model.offload.activations import IN_FLIGHT, MovedInputs, Mover, move_inputs
 from trainer.model.offload.sources import HostSource
+from trainer.units import GIB
 
 CPU = torch.device("cpu")
 
@@ -55,6 +58,40 @@ def test_the_bytes_of_a_streamed_base_are_those_of_a_real_one(quant):
     ]
     assert sum(away) == streams.streamed
     stream.close()
+
+
+def test_what_the_70b_recipe_moves():
+    """By hand: each block twice a micro-batch, but for the two that are still there at either end."""
+    config = compose(["recipe=qlora_llama3_70b_24gb", "model.weights=random"]).config
+    planner = Planner(config)
+    plan = offload_plan(planner)
+    block = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)  # q and o, k and v, gate and up and down
+    stored = block / 2 + block / 64 + 4 * block / 64 / 256
+    assert plan["elsewhere_gib"] == pytest.approx(80 * stored / GIB, rel=1e-3)
+    assert plan["moved_gib_a_micro_batch"] == pytest.approx(2 * 78 * stored / GIB, rel=1e-3)
+    assert plan["moved_gib_a_step"] == 4 * plan["moved_gib_a_micro_batch"]
+    card = plan["devices"]["RTX 4090"]
+    assert card["moving_seconds"] == pytest.approx(2 * 78 * stored / LINKS["RTX 4090"], rel=1e-3)
+    tokens = planner.shape.num_tokens * card["moving_seconds"] / card["computing_seconds"]
+    assert card["hidden_from_tokens"] == pytest.approx(tokens, abs=1)
+    assert planner.needed(planner.predict()) < 24 * GIB
+
+
+def test_a_gpu_that_is_too_small_gets_offloading():
+    """checkpointing=auto moves inputs before it makes the micro-batch smaller; the rows say what each frees."""
+    words = ["recipe=qlora_llama3_8b", "model.weights=random", "train.micro_batch_tokens=16384", "data.max_length=4096"]
+    planner = Planner(compose([*words, "checkpointing=auto"]).config)
+    plain, moved = (planner.needed(planner.predict(policy)) for policy in (Full(), MovedInputs(Full())))
+    chosen = fit(planner, (plain + moved) / 2 / GIB)
+    assert chosen.policy.moves_inputs and chosen.micro_batch_tokens == 16384
+    assert chosen.sentence() == "32 blocks recomputed, their inputs in host memory"
+    full = Planner(compose(words).config)
+    rows = {row.change: row.needed for row in whatif.rows(full)}
+    assert rows["offload=activations"] == moved
+    for change in ("offload=base_cpu", "offload=base_disk", "model.mlp_tiles=auto"):
+        changed = Planner(compose([*words, change]).config)
+        assert rows[change] == pytest.approx(changed.needed(changed.predict()), rel=1e-3), change
+        assert rows[change] < plain
 
 
 class OnlyTheDevice(Mover):

@@ -108,6 +108,9 @@ def _across(config: Config) -> list[str]:
     if isinstance(adapter, NoAdapter) and not isinstance(config.quant, NoQuant):
         problems.append("adapter=none trains every weight, which a quantised base cannot: use quant=none")
     problems += _offload(config)
+    tiles = config.model.mlp_tiles
+    if tiles != "auto" and not (isinstance(tiles, int) and not isinstance(tiles, bool) and tiles >= 1):
+        problems.append(f"model.mlp_tiles={shown(tiles)}: must be auto, or a number of 1 or more")
     if isinstance(adapter, LoRA):
         problems += _target_modules(adapter.target_modules)
     if data.over_length is OverLength.split and data.format.value not in ("auto", "text"):

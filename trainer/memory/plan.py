@@ -53,6 +53,11 @@ class Planner:
         self.shape = shape or largest_shape(config)
         self._profiles: dict[tuple[str, int], Profile] = {}
 
+    def with_tiles(self, mlp_tiles: int | str) -> Planner:
+        """The same with the MLP in pieces."""
+        config = replace(self.config, model=replace(self.config.model, mlp_tiles=mlp_tiles))
+        return Planner(config, self.model_config, self.shape, self.dtypes)
+
     @property
     def depth(self) -> int:
         return self.model_config.get_text_config().num_hidden_layers

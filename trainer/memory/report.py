@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.memory import whatif
 from trainer.memory.speed import EFFICIENCY, recomputed_share, roofs
+from trainer.memory.streaming import offload_plan
 from trainer.model.adapters import NoAdapter
 from trainer.model.options import Weights
 from trainer.units import GIB
@@ -61,6 +62,7 @@ def full_plan(planner: Planner) -> dict[str, Any]:
     plan["tokens_per_second"] = {
         name: {"roof": roof, "expected": EFFICIENCY * roof} for name, roof in roofs(planner, planner.policy).items()
     }
+    plan["offload"] = offload_plan(planner)
     plan["changes"] = [
         {"change": r.change, "needed_gib": r.needed / GIB, "saves_gib": (needed - r.needed) / GIB, "cost": r.cost}
         for r in changes

@@ -39,6 +39,8 @@ def show(screen: Screen, plan: dict[str, Any], recipe: str) -> None:
         ("device", "tokens/s", "roof"),
         [(name, f"{s['expected']:,.0f}", f"{s['roof']:,.0f}") for name, s in plan["tokens_per_second"].items()],
     )
+    if plan["offload"] is not None:
+        _show_offload(screen, plan["offload"])
     screen.columns(
         "what if",
         ("change", "needs GiB", "saves GiB", "cost"),
@@ -57,6 +59,26 @@ def show(screen: Screen, plan: dict[str, Any], recipe: str) -> None:
             screen.say(f"  together, about {together['needed_gib']:.2f} GiB: {' '.join(together['changes'])}")
         elif not plan["ways_to_fit"]:
             screen.say("  no change known here is enough: a smaller model or a larger card")
+
+
+def _show_offload(screen: Screen, offload: dict[str, Any]) -> None:
+    """What is moved, and whether the computation hides it."""
+    place = "on disk" if offload["on_disk"] else "in host memory"
+    screen.columns(
+        f"{offload['elsewhere_gib']:.2f} GiB {place}, {offload['moved_gib_a_micro_batch']:.2f} GiB moved a micro-batch,"
+        f" {offload['moved_gib_a_step']:.2f} a step",
+        ("device", "link GiB/s, assumed", "moving s", "computing s", "hidden from tokens a micro-batch"),
+        [
+            (
+                name,
+                f"{d['gib_per_second']:.1f}",
+                f"{d['moving_seconds']:.2f}",
+                f"{d['computing_seconds']:.2f}",
+                "never" if d["hidden_from_tokens"] is None else f"{d['hidden_from_tokens']:,}",
+            )
+            for name, d in offload["devices"].items()
+        ],
+    )
 
 
 def show_explanation(screen: Screen, planner: Planner) -> None:

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trainer.model.adapters import decoder_linears
 from trainer.model.options import Weights
 from trainer.model.quant import FourBit, Int8, NoQuant, Quant
+from trainer.model.tiles import tile
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
@@ -171,6 +172,7 @@ def outline(
         base.is_loaded_in_8bit = pretrained and isinstance(config.quant, Int8)
         base.config.use_cache = False
         adapted = config.adapter.attach(base)
+        tile(base, config.model.mlp_tiles)
     return Outline(base, adapted)
 
 

@@ -10,7 +10,10 @@ import torch
 from trainer.config.shelf import option_values, options, schema_of
 from trainer.memory.derive import derived
 from trainer.memory.optimizer import optimizer_memory
+from trainer.memory.plan import keeps_input
 from trainer.memory.speed import recomputed_share, work
+from trainer.memory.static import count_static
+from trainer.memory.streaming import moved_blocks
 from trainer.model.adapters import LoRA, decoder_linears
 from trainer.model.checkpointing import (
     Attention,
@@ -23,9 +26,13 @@ from trainer.model.checkpointing import (
     Selective,
     Sqrt,
 )
+from trainer.model.offload.activations import MovedInputs
+from trainer.model.quant import Int8
+from trainer.model.tiles import AUTO
 from trainer.registry import OPTIONS
 from trainer.training.losses import Chunked
 from trainer.training.losses import Full as FullLoss
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Planner
@@ -57,7 +64,7 @@ class Row:
 
 
 def rows(planner: Planner) -> list[Row]:
-    """Every change that can be said without another trace, in groups."""
+    """Every change that can be said at once, in groups."""
     now = planner.needed(planner.predict())
     return [
         *_policies(planner),
@@ -66,6 +73,8 @@ def rows(planner: Planner) -> list[Row]:
         *_quantisations(planner, now),
         *_ranks(planner, now),
         *_losses(planner),
+        *_offloads(planner),
+        *_tiles(planner),
     ]
 
 
@@ -76,6 +85,8 @@ def _policies(planner: Planner) -> list[Row]:
         policy = planner.config.offload.policy(policy)
         if repr(policy) == repr(current) or (isinstance(policy, Segments) and planner.depth < 3):
             continue
+        if policy.moves_inputs and planner.moved_inputs(policy) == 0:
+            continue  # refused: it has no inputs to move
         needed = planner.needed(derived(planner, policy))
         more = work(planner, policy) / now - 1
         cost = f"recomputes {recomputed_share(planner, policy):.0%} of the blocks, {more:+.0%} work"
@@ -139,7 +150,7 @@ def _optimizers(planner: Planner, now: int) -> list[Row]:
 
 def _quantisations(planner: Planner, now: int) -> list[Row]:
     config, found = planner.config, []
-    if planner.model.adapted is planner.model.base:
+    if planner.model.adapted is planner.model.base or planner.static.streamed:
         return []
     linears = [planner.skeleton.get_submodule(name).weight for name in decoder_linears(planner.skeleton)]
     numel = sum(weight.numel() for weight in linears)
@@ -190,6 +201,41 @@ def _losses(planner: Planner) -> list[Row]:
         return []
     other = schema_of("loss", name)(**option_values("loss", name))
     return [Row(f"loss={name}", planner.needed(planner.with_loss(other)), cost, 0)]
+
+
+def _offloads(planner: Planner) -> list[Row]:
+    """What leaves the device, where nothing has left it yet."""
+    found: list[Row] = []
+    policy = planner.policy
+    if planner.static.streamed or policy.moves_inputs:
+        return found
+    if planner.device_type == "cuda":
+        recomputes = any(keeps_input(block) for block in policy.blocks(planner.depth))
+        moved = MovedInputs(policy if recomputes else Full())
+        size = planner.moved_inputs(moved) / GIB
+        words = "offload=activations" if recomputes else "offload=activations checkpointing=full"
+        cost = f"{size:.2f} GiB of host memory, moved there and back each micro-batch"
+        found.append(Row(words, planner.needed(planner.predict(moved)), cost, 1))
+    if planner.model.adapted is planner.model.base or isinstance(planner.config.quant, Int8):
+        return found
+    static = count_static(planner.model, planner.optimizer, planner.device_type, streams=True)
+    needed = planner.needed_bytes(planner.predict().peak - planner.static.total + static.total)
+    times = moved_blocks(policy, planner.depth) / planner.depth
+    cost = f"{static.streamed / GIB:.2f} GiB {{}}, moved {times:.1f} times a micro-batch"
+    if planner.device_type == "cuda":
+        found.append(Row("offload=base_cpu", needed, cost.format("of host memory"), 2))
+    found.append(Row("offload=base_disk", needed, cost.format("on disk"), 3))
+    return found
+
+
+def _tiles(planner: Planner) -> list[Row]:
+    """The MLP in pieces, for rows longer than a piece; from a trace of its own."""
+    width = planner.model_config.get_text_config().hidden_size
+    if planner.config.model.mlp_tiles != 1 or planner.shape.row_tokens <= width or not planner.model.layers():
+        return []
+    needed = planner.needed(planner.with_tiles(AUTO).predict(planner.policy))
+    full = all(isinstance(block, Full) for block in planner.policy.blocks(planner.depth))
+    return [Row("model.mlp_tiles=auto", needed, "the same arithmetic" if full else "each MLP runs forward twice", 0)]
 
 
 def ranked(planner: Planner, budget: int) -> list[Row]:

@@ -29,6 +29,9 @@ class Model:
     """tokens that the tokenizer does not have; only their rows of the embeddings train, beside the adapter"""
     quantized_cache: bool
     """store the quantised base in the cache folder (TRAINER_CACHE), and load it from there at the next start"""
+    mlp_tiles: Any
+    """pieces of a row that the MLP of each block runs over one after the other, for very long rows: a number, or auto
+    for pieces as long as the hidden size is wide; equal gradients but for the order of their sums"""
     weights: Weights
     """random builds the architecture below and downloads nothing"""
     architecture: dict[str, Any]

@@ -35,6 +35,7 @@ from trainer.model.offload.load import streamed_base
 from trainer.model.offload.stream import Source, Stream
 from trainer.model.precision import Dtypes
 from trainer.model.probe import check_packing
+from trainer.model.tiles import check_tiles, tile
 from trainer.tracking.console import Screen
 from trainer.training.loop import Loop
 from trainer.training.throughput import count_arithmetic
@@ -111,6 +112,7 @@ def prepare(run: Run, stages: Stages) -> Prepared:
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
     config.offload.check(shape, config.adapter)
+    check_tiles(shape, config.model.mlp_tiles)
     _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
 
     def steps_of(train: Train) -> PrefetchingSteps:
@@ -140,6 +142,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         new_ids = prepared.tokenizer.convert_tokens_to_ids(config.model.new_tokens)
         grow(base, new_ids)
         adapted = config.adapter.attach(base, new_ids)
+        tile(base, config.model.mlp_tiles)
         prepared.plan.policy.apply(base)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = config.optim.build(parameters)

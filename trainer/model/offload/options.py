@@ -26,6 +26,8 @@ class Offload(ABC):
 
     streams: ClassVar[bool] = False
     """whether the frozen blocks are fetched when they are used"""
+    from_disk: ClassVar[bool] = False
+    """whether they come from files"""
 
     def policy(self, policy: Checkpointing) -> Checkpointing:
         """The checkpointing policy that runs: the configured one, or one that keeps its inputs elsewhere."""
@@ -127,6 +129,7 @@ class BaseDisk(StreamedBase):
     """where the files are written, best a fast local disk; null: streamed/ in the trainer's cache folder"""
 
     name = "base_disk"
+    from_disk = True
 
     def source(self, device, needed):
         from pathlib import Path
