@@ -4,7 +4,8 @@ Three measurements, each in a process of its own where memory counts:
 - packing: a million log-normal lengths, CPU seconds and fill;
 - tokenising: rows a CPU second, ours (parse, template, exact mask, tokens, cache) against a bare `datasets.map` that
   does the same template and mask work with the same fast tokenizer and one process;
-- memory: a file of a million lines of text through load_tokens, peak resident memory above the libraries.
+- memory: a file of a million lines of text through load_tokens, peak resident memory above the libraries;
+- streaming: the same file through a stream's steps, one epoch of micro-batches, in the same terms.
 """
 
 from __future__ import annotations
@@ -146,6 +147,40 @@ def memory(model: str, file: str) -> dict[str, float]:
         }
 
 
+def streaming(model: str, file: str) -> dict[str, float]:
+    """Peak resident memory of a streamed epoch above that of the libraries, GiB; it tokenises in this process."""
+    from transformers import AutoTokenizer
+
+    import trainer.run.session  # noqa: F401  what a run has loaded by then
+    from trainer.config.compose import compose
+    from trainer.data.stream import RowStream
+    from trainer.data.streamed import StreamedSteps
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer("warm up")
+    words = ["data=file", f"data.path={file}", "data.workers=1", "data.streaming=true", "data.eval_fraction=0"]
+    config = compose([*words, "train.max_steps=1000000000"]).config
+    before = resident_peak()
+    started = time.process_time()
+    steps = StreamedSteps(RowStream(config.data, tokenizer, lambda w: None), config.packing, config.train, 0, pin=False)
+    tokens, samples, rows, step, opened = 0, 0, 0, 1, time.process_time() - started
+    while steps.position(step).epoch == 0:
+        batches = steps.step(step)
+        rows += len(batches)
+        tokens += sum(batch.num_tokens for batch in batches)
+        samples += sum(batch.num_samples for batch in batches)
+        step += 1
+    steps.close()
+    return {
+        "samples": samples,
+        "tokens": tokens,
+        "fill": tokens / (rows * config.train.micro_batch_tokens),
+        "cpu_seconds_to_the_first_window": opened,
+        "cpu_seconds": time.process_time() - started,
+        "peak_gib_above_libraries": (resident_peak() - before) / 2**30,
+    }
+
+
 def versions() -> dict[str, str]:
     from importlib import metadata
 
@@ -154,15 +189,16 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints the measurements; with a file, that of the memory alone."""
-    model, *file = sys.argv[1:]
-    if file:
-        print(json.dumps(memory(model, file[0])))
+    """Prints the measurements; with one's name and a file, that one alone."""
+    model, *alone = sys.argv[1:]
+    if alone:
+        print(json.dumps({"memory": memory, "streaming": streaming}[alone[0]](model, alone[1])))
         return
     print(json.dumps({"versions": versions(), "packing": packing(), "tokenising": tokenising(model)}, indent=1))
     with tempfile.TemporaryDirectory() as folder:
         million = Path(folder) / "million.jsonl"
         write_text(million, 1_000_000, 8)
-        again = [sys.executable, "-m", "tests.bench", "data", model, str(million)]
-        done = subprocess.run(again, capture_output=True, text=True, check=True)
-        print(json.dumps({"memory": json.loads(done.stdout)}, indent=1))
+        for name in ("memory", "streaming"):
+            again = [sys.executable, "-m", "tests.bench", "data", model, name, str(million)]
+            done = subprocess.run(again, capture_output=True, text=True, check=True)
+            print(json.dumps({name: json.loads(done.stdout)}, indent=1))

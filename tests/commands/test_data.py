@@ -11,7 +11,7 @@ from trainer.commands.data import run
 from trainer.errors import ConfigError, DataError
 
 KEYS = {
-    *("version", "settings", "sources", "evaluation_file", "train", "held_out", "first_epoch"),
+    *("version", "settings", "sources", "evaluation_file", "train", "held_out", "first_epoch", "first_window"),
     *("warnings", "stops", "shown"),
 }
 SOURCE_KEYS = {
@@ -80,3 +80,16 @@ def test_a_mixture_has_a_row_a_source(tiny, chats, rows, tmp_path, capsys):
 def test_show_must_be_a_number(tiny, chats):
     with pytest.raises(ConfigError, match="show=few: must be a whole number"):
         run(words(tiny, chats, "show=few"))
+
+
+def test_of_a_stream_the_first_window_is_audited_and_the_rest_is_unknown(tiny, rows, tmp_path, capsys):
+    stream = ["data.streaming=true", "data.streaming_window=5", "train.max_steps=3", "show=1"]
+    assert run(words(tiny, rows, *stream, f"output_dir={tmp_path}")) == 0
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    assert set(report) == KEYS and report["train"] is None and report["first_epoch"] is None
+    assert report["first_window"]["samples"] == 5 and report["shown"][0]["place"] == f"{rows}:1"
+    assert report["sources"][0]["dropped"]["bad row"]["first"][0].startswith(f"{rows}:10: unknown format")
+    assert "not known before it is read" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(DataError, match=r"over data\.max_dropped_share=0\.1"):
+        run(words(tiny, rows, *stream, "data.max_dropped_share=0.1"))
+    assert "stops" in capsys.readouterr().out

@@ -22,6 +22,7 @@ EDGES = {
     "data.max_truncated_share": ([-0.01, 1.01, NAN], [0.0, 1.0]),
     "data.max_duplicate_share": ([-0.01, 1.01, NAN], [0.0, 1.0]),
     "data.workers": ([0, -1], [1, None]),
+    "data.streaming_window": ([0, -1], [1, 10_000]),
     "data.max_length": ([1, 0, -5], [2, 64]),
     "quant.outlier_threshold": ([-0.1, INF, NAN], [0.0, 6.0]),
     "adapter.r": ([0, -8], [1, 64]),
@@ -142,6 +143,14 @@ def test_only_text_can_be_split(format):
     assert "data.over_length=split cuts plain text" in problem and f"data.format={format}" in problem
     for right in ("auto", "text"):
         assert broken(split, ("data.format", type(data.format)[right])) == []
+
+
+def test_a_stream_needs_an_end_and_what_is_held_out_beside_it():
+    streaming, steps = ("data.streaming", True), ("train.max_steps", 100)
+    both = broken(streaming, ("train.max_steps", None), ("data.eval_fraction", 0.1))
+    assert len(both) == 2 and "needs train.max_steps" in both[0] and "data.eval_fraction=0.1" in both[1]
+    assert broken(streaming, steps, ("data.eval_fraction", 0.0)) == []
+    assert broken(streaming, steps, ("data.eval_fraction", 0.1), ("data.eval_path", "held_out.jsonl")) == []
 
 
 @pytest.mark.parametrize("value", ["", [], None, 5, ["q_proj", ""], ["q_proj", 3], {"a": 1}])

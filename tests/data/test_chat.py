@@ -291,3 +291,15 @@ def test_many_at_once_equals_one_by_one():
     together = encoder.encode_many(samples)
     assert [encoder.encode(sample) for sample in samples[:-1]] == together[:-1]
     assert isinstance(together[-1], BadRow)
+
+
+def test_a_template_that_drops_the_last_answers_thoughts_is_refused():
+    """Those of earlier turns are dropped by templates of thinking models on purpose."""
+    asked, answer = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
+    thinking = {**answer, "reasoning_content": "two and three"}
+    encoder = Encoder(make_tokenizer(CHATML_TEMPLATE), TrainOn.assistant)
+    with pytest.raises(BadRow, match=r"leaves out the thoughts \(reasoning_content\) of messages\[1\]"):
+        encoder.encode(Dialogue([asked, thinking], [False, True]))
+    dropped, _ = encoder.encode(Dialogue([asked, thinking, asked, answer], [False, True, False, True]))
+    plain, _ = encoder.encode(Dialogue([asked, answer, asked, answer], [False, True, False, True]))
+    assert dropped == plain

@@ -181,6 +181,10 @@ def test_one_sample_fifty_times_longer_is_capped(tmp_path):
 def test_repeated_samples_are_counted(tmp_path):
     _, counts = load(write_jsonl(tmp_path / "a.jsonl", chat_rows() + chat_rows()[:2]))
     assert counts.duplicates == 2 and counts.duplicate_share == 0.2
+    turns = [m for row in chat_rows()[:2] for m in row["messages"]]
+    flagged = [{"messages": [{**m, "train": m is turns[k]} for m in turns]} for k in (1, 3, 3)]
+    _, counts = load(write_jsonl(tmp_path / "b.jsonl", flagged))
+    assert counts.duplicates == 1  # the same words with other targets are another sample
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ train.compare_prompts=1 data.over_length=truncate offload=base_disk"""
 FP4_ROW = """quant=fp4 optim=adamw_8bit schedule=constant precision=bf16 packing=none checkpointing=selective
 track=tensorboard data.path=null model.quantized_cache=true"""
 INT8_ROW = """quant=int8 optim=paged_adamw_32bit schedule=wsd precision=auto loss=full checkpointing=auto
-memory.budget_gib=4 memory.probe=always data.on_bad_row=skip offload=activations"""
+memory.budget_gib=4 memory.probe=always data.on_bad_row=skip offload=activations
+data.streaming=true data.eval_fraction=0"""
 PLAIN_ROW = """quant=none adapter=none optim=paged_adamw_8bit schedule=cosine precision=fp32 loss=chunked
 checkpointing=none train.epochs=1 train.max_steps=null data.chat_template=plain"""
 

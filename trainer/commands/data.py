@@ -11,6 +11,7 @@ HELP = """trainer data [key=value ...] [show=N] [output_dir=DIR]
 
 Audits the data as it would be trained on: rows read, used and dropped with the reason and the place of the first few,
 tokens and targets, lengths, truncation, repetitions, end tokens, an epoch's size. Takes the settings of train.
+Of data.streaming=true it audits the first window, for no more is read.
 show=N prints N samples; what is trained on stands in ⟦ ⟧ and in colour.
 output_dir=DIR also writes DIR/data_report.json.
 """
@@ -36,6 +37,8 @@ def run(words: list[str]) -> int:
     from trainer.data.audit import CLOSE, OPEN, audit, lines, shown, to_json
     from trainer.data.load import read_data
     from trainer.data.loader import TrainingSteps
+    from trainer.data.stream import RowStream
+    from trainer.data.streamed import StreamedSteps
     from trainer.data.templates import dress
     from trainer.model.load import load_tokenizer
     from trainer.run.session import quiet_libraries
@@ -46,10 +49,16 @@ def run(words: list[str]) -> int:
     tokenizer = load_tokenizer(config.model)
     dress(tokenizer, config.data.chat_template, config.model.new_tokens)
     loaded = read_data(config.data, config.seed, tokenizer)
-    steps = TrainingSteps(loaded.train_set, config.packing, config.train, config.seed)
+    if config.data.streaming:
+        stream = RowStream(config.data, tokenizer, lambda window: None)  # thresholds are reported, and stop at the end
+        steps = StreamedSteps(stream, config.packing, config.train, config.seed, pin=False)
+        loaded.counts[:0] = steps.first.counts
+    else:
+        steps = TrainingSteps(loaded.train_set, config.packing, config.train, config.seed)
     row_tokens = config.train.micro_batch_tokens if config.packing.packed else None
     result = audit(config.data, loaded, steps, row_tokens)
-    samples = shown(loaded.train_set, count, tokenizer)
+    samples = shown(steps.first_rows()[0], count, tokenizer)
+    steps.close()
     for sample in samples:
         screen.say(f"{sample.place}, {sample.tokens} tokens", style="bold")
         screen.runs([(f"{OPEN}{text}{CLOSE}", "green") if trained else (text, "dim") for text, trained in sample.runs])

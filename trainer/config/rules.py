@@ -35,6 +35,7 @@ RANGES: dict[str, Check] = {
     "data.max_truncated_share": RATIO,
     "data.max_duplicate_share": RATIO,
     "data.workers": AT_LEAST_1,
+    "data.streaming_window": AT_LEAST_1,
     "data.max_length": (lambda v: v >= 2, "must be 2 or more: a target needs a token before it"),
     "quant.outlier_threshold": NOT_NEGATIVE,
     "adapter.r": AT_LEAST_1,
@@ -91,6 +92,8 @@ def _across(config: Config) -> list[str]:
     problems = []
     data, train, adapter = config.data, config.train, config.adapter
     problems += source_problems(data)
+    if data.streaming:
+        problems += _streaming(config)
     if config.model.path is None and config.model.weights is Weights.pretrained:
         problems.append("model.path is missing: give a local folder or a hub id")
     if config.model.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", config.model.revision or ""):
@@ -115,6 +118,21 @@ def _across(config: Config) -> list[str]:
         problems += _target_modules(adapter.target_modules)
     if data.over_length is OverLength.split and data.format.value not in ("auto", "text"):
         problems.append(f"data.over_length=split cuts plain text; data.format={data.format.value} cannot be split")
+    return problems
+
+
+def _streaming(config: Config) -> list[str]:
+    """A stream's end is not known before it is read."""
+    problems = []
+    if config.train.max_steps is None:
+        problems.append(
+            "data.streaming=true needs train.max_steps: how many steps an epoch has is not known before it is read"
+        )
+    if config.data.eval_path is None and config.data.eval_fraction > 0:
+        problems.append(
+            f"data.streaming=true cannot hold out data.eval_fraction={config.data.eval_fraction} of what it has not "
+            "read: give data.eval_path, or set data.eval_fraction=0"
+        )
     return problems
 
 

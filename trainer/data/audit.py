@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.counts import Counts
-from trainer.data.load import Loaded, over_thresholds
+from trainer.data.counts import Counts, over_thresholds
+from trainer.data.load import Loaded
 from trainer.data.options import Data, training_sources
 from trainer.data.tokens import Tokens
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainer.data.loader import TrainingSteps
+    from trainer.data.streamed import StreamedSteps
 
 VERSION = 1
 """Of the JSON report: a key keeps its name and meaning while this stays."""
@@ -41,12 +42,21 @@ class Audit:
     """thresholds that are crossed: a run with these settings would not start"""
 
 
-def audit(data: Data, loaded: Loaded, steps: TrainingSteps, row_tokens: int | None) -> Audit:
-    """The audit of loaded data; `row_tokens` is the size of a packed row, None for padded micro-batches."""
+def audit(data: Data, loaded: Loaded, steps: TrainingSteps | StreamedSteps, row_tokens: int | None) -> Audit:
+    """The audit of loaded data; `row_tokens` is the size of a packed row, None for padded micro-batches.
+
+    Of a stream it is that of the first window: what comes later is not known before it is read.
+    """
     sources = training_sources(data)
     counted = loaded.counts[: len(sources)]
-    rows = steps.micro_batches(0)
-    tokens = sum(int(loaded.train_set.lengths[row].sum()) for row in rows)
+    train_set, rows = steps.first_rows()
+    tokens = sum(int(train_set.lengths[row].sum()) for row in rows)
+    first = {
+        "samples": sum(len(row) for row in rows),
+        "tokens": tokens,
+        "micro_batches": len(rows),
+        "fill": tokens / (len(rows) * row_tokens) if row_tokens is not None else None,
+    }
     held_out = loaded.held_out
     warnings = [text for counts in loaded.counts for text in _warnings(counts)]
     stops = over_thresholds(data, loaded.counts)
@@ -63,15 +73,10 @@ def audit(data: Data, loaded: Loaded, steps: TrainingSteps, row_tokens: int | No
             for source, counts in zip(sources, counted, strict=True)
         ],
         "evaluation_file": _source(loaded.counts[-1]) if len(loaded.counts) > len(sources) else None,
-        "train": _totals(loaded.train_set),
+        "train": _totals(train_set) if not data.streaming else None,
         "held_out": _totals(held_out) if held_out is not None else None,
-        "first_epoch": {
-            "samples": sum(len(row) for row in rows),
-            "tokens": tokens,
-            "micro_batches": len(rows),
-            "fill": tokens / (len(rows) * row_tokens) if row_tokens is not None else None,
-            "steps": steps.steps_in_epoch(0),
-        },
+        "first_epoch": {**first, "steps": steps.steps_in_epoch(0)} if not data.streaming else None,
+        "first_window": {**first, "targets": train_set.num_targets} if data.streaming else None,
         "warnings": warnings,
         "stops": stops,
     }
@@ -92,7 +97,7 @@ def _source(counts: Counts) -> dict[str, Any]:
         "samples": counts.samples,
         "tokens": counts.tokens,
         "targets": counts.targets,
-        "target_share": counts.targets / counts.tokens,
+        "target_share": _part(counts.targets, counts.tokens),
         "lengths": counts.lengths,
         "truncated": counts.truncated,
         "truncated_share": counts.truncated_share,
@@ -100,9 +105,14 @@ def _source(counts: Counts) -> dict[str, Any]:
         "duplicates": counts.duplicates,
         "duplicate_share": counts.duplicate_share,
         "ended": counts.ended,
-        "ended_share": counts.ended / counts.samples,
+        "ended_share": _part(counts.ended, counts.samples),
         "cache": counts.cache,
     }
+
+
+def _part(some: int, of_all: int) -> float | None:
+    """A share; None of nothing, as a window of a stream may hold of a source."""
+    return some / of_all if of_all else None
 
 
 def _totals(tokens: Tokens) -> dict[str, int]:
@@ -122,9 +132,26 @@ def _warnings(counts: Counts) -> list[str]:
             f"{counts.path}: {without_end:,} samples do not end in an end token ({without_end / counts.samples:.1%}): "
             "they teach the model not to stop there"
         )
-    if counts.targets < FEW_TARGETS * counts.tokens:
+    if counts.samples and counts.targets < FEW_TARGETS * counts.tokens:
         found.append(f"{counts.path}: only {counts.targets / counts.tokens:.1%} of the tokens are trained on")
     return found
+
+
+def short(name: str, counts: Counts, max_length: int) -> list[tuple[str, str]]:
+    """The audit of one source in a few rows of a run's first table."""
+    if not counts.samples:  # a window of a stream may hold none that was read for it
+        return [(name, f"{counts.path}: no rows of it so far")]
+    without = counts.dropped["no targets"] + counts.dropped["no targets left after the cut"]
+    return [
+        (name, f"{counts.path} ({counts.format}): {counts.sentence(max_length)}"),
+        (
+            "",
+            f"{counts.targets / counts.tokens:.1%} of the tokens trained on; {counts.truncated_share:.1%} truncated, "
+            f"{counts.duplicate_share:.1%} repeated, {without:,} without targets, {counts.samples - counts.ended:,} "
+            "without an end token",
+        ),
+        *(("warning", text) for text in _warnings(counts)),
+    ]
 
 
 def lines(audit: Audit) -> list[tuple[str, str]]:
@@ -136,6 +163,8 @@ def lines(audit: Audit) -> list[tuple[str, str]]:
         weight = f", weight {source['weight']:g}" if "weight" in source and len(report["sources"]) > 1 else ""
         rows.append(("source", f"{source.get('name', source['path'])} ({source['format']}{weight})"))
         rows.append(("  rows", f"{source['rows']:,} read, {source['used']:,} used"))
+        if not source["samples"]:
+            continue
         for reason, dropped in source["dropped"].items():
             rows.append(("  dropped", f"{dropped['rows']:,} ({dropped['share']:.1%}) {reason}:"))
             rows += [("", f"  {place}") for place in dropped["first"]]
@@ -147,20 +176,24 @@ def lines(audit: Audit) -> list[tuple[str, str]]:
         rows.append(("  lengths", f"{spread} (limit {report['settings']['max_length']:,})"))
         rows.append(("  truncated", f"{source['truncated']:,} ({source['truncated_share']:.1%})"))
         rows.append(("  end token", f"{source['ended']:,} samples ({source['ended_share']:.1%})"))
-        rows.append(("  cache", source["cache"]))
-    train, epoch = report["train"], report["first_epoch"]
-    rows.append(("training", f"{train['samples']:,} samples, {train['tokens']:,} tokens, {train['targets']:,} targets"))
+        if source["cache"]:
+            rows.append(("  cache", source["cache"]))
+    train, first = report["train"], report["first_epoch"] or report["first_window"]
+    total = "streamed: not known before it is read; data.streaming=false audits the whole"
+    if train is not None:
+        total = f"{train['samples']:,} samples, {train['tokens']:,} tokens, {train['targets']:,} targets"
+    rows.append(("training", total))
     rows.append(
         ("held out", f"{held_out['samples']:,} samples, {held_out['targets']:,} targets" if held_out else "none")
     )
-    fill = f", {epoch['fill']:.1%} full" if epoch["fill"] is not None else ""
-    rows.append(
-        (
-            "an epoch",
-            f"{epoch['samples']:,} samples, {epoch['tokens']:,} tokens in {epoch['micro_batches']:,} micro-batches"
-            f"{fill}; {epoch['steps']:,} steps",
-        )
+    fill = f", {first['fill']:.1%} full" if first["fill"] is not None else ""
+    packed = (
+        f"{first['samples']:,} samples, {first['tokens']:,} tokens in {first['micro_batches']:,} micro-batches{fill}"
     )
+    if train is None:
+        rows.append(("first window", f"{packed}; {first['targets']:,} targets"))
+    else:
+        rows.append(("an epoch", f"{packed}; {first['steps']:,} steps"))
     rows += [("warning", text) for text in audit.warnings]
     return rows + [("stops", text) for text in audit.stops]
 

@@ -40,20 +40,30 @@ def cache_key(data: Data, content: str, tokenizer: PreTrainedTokenizerBase) -> s
     import tokenizers
     import transformers
 
-    template = Path(data.row_template).read_bytes() if data.row_template is not None else b""
     chat_template = json.dumps(tokenizer.chat_template)
-    parts = [
+    return _hash_of(
+        shape_hash(data, content, tokenizer),
+        date.today().isoformat() if "strftime_now" in chat_template else "",
+        transformers.__version__,
+        tokenizers.__version__,
+        _code_hash(),
+    )
+
+
+def shape_hash(data: Data, content: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Over everything that a user sets and that decides what tokens the rows of this content become."""
+    template = Path(data.row_template).read_bytes() if data.row_template is not None else b""
+    return _hash_of(
         content,
         json.dumps({name: to_plain(getattr(data, name)) for name in SHAPING}, sort_keys=True),
         hashlib.sha256(template).hexdigest(),
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer.get_vocab()),
         json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
-        chat_template,
-        date.today().isoformat() if "strftime_now" in chat_template else "",
-        transformers.__version__,
-        tokenizers.__version__,
-        _code_hash(),
-    ]
+        json.dumps(tokenizer.chat_template),
+    )
+
+
+def _hash_of(*parts: str) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
@@ -154,7 +164,7 @@ class _disk_errors:
 
 def _code_hash() -> str:
     """Over the code that turns rows into tokens: a newer trainer does not take an older one's tokens."""
-    names = "chat rendering sandbox spans formats rows tables templates tokenize store counts".split()
+    names = "chat rendering sandbox spans formats rows tables templates tokenize worker store counts".split()
     digest = hashlib.sha256()
     for name in names:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())

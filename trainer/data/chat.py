@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.formats import BadRow, Dialogue, Message, PlainText, Sample
+from trainer.data.formats import THOUGHTS, BadRow, Dialogue, Message, PlainText, Sample
 from trainer.data.options import TrainOn
 from trainer.data.rendering import ChatTemplate
 from trainer.data.spans import RESERVED, Rendered, find_spans
@@ -264,5 +264,11 @@ def _check_nothing_left_out(
         for call in message.get("tool_calls", ()):
             if call["function"]["name"] not in text:
                 raise BadRow(f"the chat template leaves out the tool_calls of messages[{i}]")
+    # Templates of thinking models drop earlier turns' thoughts on purpose.
+    if (thoughts := messages[-1].get(THOUGHTS[0])) and thoughts.strip() not in text:
+        raise BadRow(
+            f"the chat template leaves out the thoughts ({THOUGHTS[0]}) of messages[{len(messages) - 1}]: choose one "
+            "that writes them with data.chat_template, or take them out of the rows"
+        )
     if tools is not None and without_tools(messages) == text:
         raise BadRow("the chat template leaves out the tools")

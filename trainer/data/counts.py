@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.options import Data
+
 LISTED = 10
 """Problems shown in one error, and places kept for each reason."""
 
@@ -33,7 +35,7 @@ class Counts:
     tokens: int = 0
     targets: int = 0
     duplicates: int = 0
-    """samples whose tokens came before"""
+    """samples whose tokens and targets came before"""
     ended: int = 0
     """samples whose last target is an end token"""
     format: str | None = None
@@ -99,3 +101,21 @@ class Counts:
     @staticmethod
     def from_json(values: dict[str, Any]) -> Counts:
         return Counts(**{**values, "dropped": Counter(values["dropped"])})
+
+
+def over_thresholds(data: Data, counts: list[Counts]) -> list[str]:
+    """Where more was lost than the settings allow, in a user's words."""
+    problems = []
+    for count in counts:
+        for key, share, what in (
+            ("max_dropped_share", count.dropped_share, "rows were dropped"),
+            ("max_truncated_share", count.truncated_share, "samples were truncated"),
+            ("max_duplicate_share", count.duplicate_share, "samples repeat an earlier one"),
+        ):
+            allowed = getattr(data, key)
+            if share > allowed:
+                problems.append(
+                    f"{count.path}: {share:.1%} of the {what}, over data.{key}={allowed:g}. "
+                    f"{count.sentence(data.max_length)}. See them with: trainer data"
+                )
+    return problems

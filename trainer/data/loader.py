@@ -22,12 +22,17 @@ class Position:
 
     epoch: int
     index: int
-    steps_in_epoch: int
+    steps_in_epoch: int | None
+    """None: not known, since a stream has not come to its end"""
+    share: float | None = None
+    """of the epoch that is behind after this step, where its steps are not known but its bytes are"""
 
     @property
-    def epochs_done(self) -> float:
-        """Epochs behind after this step, as the metrics show it."""
-        return self.epoch + (self.index + 1) / self.steps_in_epoch
+    def epochs_done(self) -> float | None:
+        """Epochs behind after this step, as the metrics show it; None: not known."""
+        if self.steps_in_epoch is not None:
+            return self.epoch + (self.index + 1) / self.steps_in_epoch
+        return None if self.share is None else self.epoch + self.share
 
 
 class TrainingSteps:
@@ -75,6 +80,31 @@ class TrainingSteps:
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step (from 1), on the host."""
         return [collate(self.tokens, rows, self.packing.packed) for rows in self.sample_indices(step)]
+
+    def fullest(self) -> tuple[Tokens, np.ndarray]:
+        """The first epoch's largest micro-batch: tokens, and the numbers of its samples in them."""
+        lengths = self.tokens.lengths
+
+        def size(rows: np.ndarray) -> tuple[int, int]:
+            longest = int(lengths[rows].max())
+            computed = int(lengths[rows].sum()) if self.packing.packed else longest * len(rows)
+            return computed, longest
+
+        return self.tokens, max(self.micro_batches(0), key=size)
+
+    def first_rows(self) -> tuple[Tokens, list[np.ndarray]]:
+        """All samples, and the micro-batches of the first epoch."""
+        return self.tokens, self.micro_batches(0)
+
+    def ends(self) -> set[int]:
+        """Tokens that answers end with."""
+        return self.tokens.ends()
+
+    def begin(self) -> None:
+        """Called when the run folder is this run's own."""
+
+    def close(self) -> None:
+        """Called when the run ends, however it does."""
 
 
 def evaluation_batches(tokens: Tokens, packing: Packing, train: Train) -> Iterator[MicroBatch]:

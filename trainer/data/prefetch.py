@@ -19,22 +19,47 @@ if TYPE_CHECKING:
     from trainer.data.tokenize import Tokens
 
 
-class PrefetchingSteps(TrainingSteps):
-    """TrainingSteps that begins step n + 1 when step n is asked for. What it returns is the same."""
+class Ahead:
+    """Steps of which n + 1 is begun when n is asked for. What they return is the same."""
 
-    def __init__(self, tokens: Tokens, packing: Packing, train: Train, seed: int, pin: bool):
+    num_steps: int
+
+    def __init__(self, pin: bool):
         self._pin = pin
-        self._lock = threading.RLock()  # epochs are packed on first use, by either thread
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
-        super().__init__(tokens, packing, train, seed)
+
+    def make(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step, in either thread."""
+        raise NotImplementedError
 
     def step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step (from 1), on the host."""
         ahead, self._ahead = self._ahead, None
         batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
         if step < self.num_steps:
             self._ahead = step + 1, self._worker.submit(self._make, step + 1)
         return batches
+
+    def close(self) -> None:
+        """Called when the run ends, however it does."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, step: int) -> list[MicroBatch]:
+        batches = self.make(step)
+        return [pinned(batch) for batch in batches] if self._pin else batches
+
+
+class PrefetchingSteps(Ahead, TrainingSteps):
+    """TrainingSteps made ahead."""
+
+    def __init__(self, tokens: Tokens, packing: Packing, train: Train, seed: int, pin: bool):
+        Ahead.__init__(self, pin)
+        self._lock = threading.RLock()  # epochs are packed on first use, by either thread
+        TrainingSteps.__init__(self, tokens, packing, train, seed)
+
+    def make(self, step: int) -> list[MicroBatch]:
+        return TrainingSteps.step(self, step)
 
     def micro_batches(self, epoch: int) -> list[np.ndarray]:
         with self._lock:
@@ -47,10 +72,6 @@ class PrefetchingSteps(TrainingSteps):
     def position(self, step: int) -> Position:
         with self._lock:
             return super().position(step)
-
-    def _make(self, step: int) -> list[MicroBatch]:
-        batches = super().step(step)
-        return [pinned(batch) for batch in batches] if self._pin else batches
 
 
 def pinned(batch: MicroBatch) -> MicroBatch:

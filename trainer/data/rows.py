@@ -43,6 +43,8 @@ class Lines:
     first: int
     """number of the first line, from 1"""
     content: bytes
+    offset: int = 0
+    """where the content begins in the file, bytes; reading can start again there"""
 
     def rows(self) -> Iterator[Row]:
         """The rows; blank lines are none. Raises DataError for a JSON array under a wrong name."""
@@ -102,11 +104,28 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _lines(file: DataFile, stream: IO[bytes]) -> Iterator[Lines]:
-    """Blocks of the file cut at the last newline; a line longer than a block is put together from several."""
-    number, held = 1, [stream.read(3).removeprefix(b"\xef\xbb\xbf")]
+def read_again(file: DataFile, piece: Lines) -> Iterator[Lines]:
+    """An uncompressed text file from one of its pieces on: the same pieces as read_pieces gives. Raises DataError."""
+    try:
+        with file.open() as stream:
+            yield from _lines(file, stream, piece.offset, piece.first)
+    except OSError as error:
+        raise DataError(f"{file.name}: cannot be read: {error.strerror}.") from None
+
+
+def _lines(file: DataFile, stream: IO[bytes], offset: int = 0, number: int = 1) -> Iterator[Lines]:
+    """Blocks of the file cut at the last newline; a line longer than a block is put together from several.
+
+    Blocks end at multiples of PIECE_BYTES, so that the pieces are the same wherever reading begins.
+    """
+    if offset:
+        stream.seek(offset)
+        begun, held = offset, []
+    else:
+        begun, held = 3, [stream.read(3).removeprefix(b"\xef\xbb\xbf")]
     size = 0
-    while block := stream.read(PIECE_BYTES):
+    while block := stream.read(PIECE_BYTES - begun % PIECE_BYTES):
+        begun += len(block)
         cut = block.rfind(b"\n") + 1
         if not cut:
             held.append(block)
@@ -115,11 +134,12 @@ def _lines(file: DataFile, stream: IO[bytes]) -> Iterator[Lines]:
                 raise DataError(f"{file.name}:{number}: a line of over {MAX_LINE_BYTES >> 20} MiB.")
             continue
         content = b"".join([*held, block[:cut]])
-        yield Lines(file.name, file.kind, number, content)
+        yield Lines(file.name, file.kind, number, content, offset)
         number += content.count(b"\n")
         held, size = [block[cut:]], len(block) - cut
+        offset = begun - size
     if rest := b"".join(held):
-        yield Lines(file.name, file.kind, number, rest)
+        yield Lines(file.name, file.kind, number, rest, offset)
 
 
 def _json_line(where: str, number: int, line: bytes) -> Row:

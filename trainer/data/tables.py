@@ -92,6 +92,18 @@ def hub_rows(path: str, key: str, split: str | None) -> tuple[Iterator[Row], str
     return _batch_rows(path, batches), f"{path} {chosen} {rows._fingerprint}", rows.data.nbytes
 
 
+def hub_stream(path: str, key: str, split: str | None) -> Iterator[Row]:
+    """Rows of a data set on the hub, downloaded as they are read. Raises DataError."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(path, split=split if split is not None else "train", streaming=True)
+        for number, fields in enumerate(rows, start=1):
+            yield Row(f"{path}:row {number}", without_nulls(fields))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{key}={path}: is no file here, and the hub does not give it: {_first_line(error)}.") from None
+
+
 def _batch_rows(name: str, batches: Any) -> Iterator[Row]:
     number = 0
     for batch in batches:

@@ -1,122 +1,28 @@
-"""Rows to tokens, a piece at a time, in this process or in several; the order of the rows is kept."""
+"""All rows of a path to tokens on disk, a piece at a time."""
 
 from __future__ import annotations
 
-import hashlib
-import multiprocessing
-import os
-import signal
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.data.cache import cache_key, cached, files_hash
-from trainer.data.chat import Encoder
 from trainer.data.counts import LISTED, Counts
 from trainer.data.files import find_files, is_hub_id
-from trainer.data.formats import BadRow, Dialogue, PlainText, Reader, Sample
-from trainer.data.options import Data, Format, OnBadRow, OverLength
-from trainer.data.rows import Piece, Row, in_pieces, read_pieces
-from trainer.data.store import TokenWriter, dump_sample
-from trainer.data.templates import row_template
+from trainer.data.formats import Dialogue, Sample
+from trainer.data.options import Data, Format, OnBadRow
+from trainer.data.rows import Piece, in_pieces, read_pieces
+from trainer.data.store import TokenWriter
 from trainer.data.tokens import Mixture, Tokens, TokenSet
+from trainer.data.worker import BAD_ROW, Block, Tokenisers, Worker, num_processes
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Counts", "Mixture", "TokenSet", "Tokens", "load_tokens", "opening", "openings", "split_held_out"]
-
-WORTH_A_PROCESS = 4 << 20
-"""Bytes of rows below which starting a process costs more than it saves."""
-
-
-@dataclass
-class Block:
-    """The tokens of one piece."""
-
-    counts: Counts
-    input_ids: np.ndarray
-    is_target: np.ndarray
-    lengths: np.ndarray
-    """tokens of each sample"""
-    full_lengths: np.ndarray
-    """tokens of each row's sample before any cut"""
-    fingerprints: np.ndarray
-    """(samples,) uint64: equal tokens, equal number"""
-    texts: dict[str, list[bytes]]
-    formats: dict[Format, str] = field(default_factory=dict)
-    """formats met, with the place of the first row of each"""
-    too_long: list[str] = field(default_factory=list)
-
-
-class Worker:
-    """Turns pieces into blocks with one tokenizer."""
-
-    def __init__(self, data: Data, path: str, tokenizer: PreTrainedTokenizerBase):
-        self.data, self.path = data, path
-        template = row_template(data.row_template) if data.row_template is not None else None
-        self.reader = Reader(data.format, dict(data.columns), dict(data.roles), template)
-        self.encoder = Encoder(tokenizer, data.train_on, data.chat_template)
-
-    def block(self, piece: Piece) -> Block:
-        """The samples of a piece's rows. Raises DataError for what ends the whole source."""
-        counts, formats, too_long = Counts(self.path), {}, []
-        rows: list[Row] = []
-        samples: list[Sample] = []
-        for row in piece.rows():
-            counts.rows += 1
-            try:
-                sample, format = self.reader.sample(row)
-            except BadRow as error:
-                counts.drop(BAD_ROW, f"{row.where}: {error}")
-                continue
-            formats.setdefault(format, row.where)
-            rows.append(row)
-            samples.append(sample)
-        parts, full, texts = [], [], {"where": [], "source": []}
-        for row, sample, encoded in zip(rows, samples, self.encoder.encode_many(samples), strict=True):
-            if isinstance(encoded, BadRow):
-                counts.drop(BAD_ROW, f"{row.where}: {_with_roles(encoded, sample)}")
-                continue
-            full.append(len(encoded[0]))
-            try:
-                kept = fit(encoded, sample, self.data, counts, row)
-            except TooLong as error:
-                counts.drop("over max_length", row.where)
-                too_long.append(f"{row.where}: {error}")
-                continue
-            counts.used += bool(kept)
-            parts += kept
-            texts["where"] += [row.where.encode("utf-8", "surrogateescape")] * len(kept)
-            texts["source"] += [dump_sample(sample)] * len(kept)
-        return self._block(counts, parts, full, texts, formats, too_long)
-
-    def _block(self, counts, parts, full, texts, formats, too_long) -> Block:
-        ids = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32)
-        targets = np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, dtype=bool)
-        special = self.encoder.special_ids
-        counts.samples, counts.tokens, counts.targets = len(parts), len(ids), int(targets.sum())
-        counts.ended = sum(int(ids[np.flatnonzero(is_target)[-1]]) in special for ids, is_target in parts)
-        prints = [hashlib.blake2b(part[0].tobytes(), digest_size=8).digest() for part in parts]
-        return Block(
-            counts=counts,
-            input_ids=ids,
-            is_target=targets,
-            lengths=np.array([len(part[0]) for part in parts], dtype=np.int64),
-            full_lengths=np.array(full, dtype=np.int32),
-            fingerprints=np.frombuffer(b"".join(prints), dtype=np.uint64),
-            texts=texts,
-            formats=formats,
-            too_long=too_long,
-        )
-
-
-BAD_ROW = "bad row"
 
 
 def load_tokens(
@@ -128,10 +34,14 @@ def load_tokens(
     """
     pieces, content, size = _pieces(data, path, key)
     worker = Worker(data, path, tokenizer)
-    processes = _processes(data.workers, size)
+    processes = num_processes(data.workers, size)
 
     def make(folder: Path) -> Counts:
-        return _tokenise(worker, pieces, processes, folder, key)
+        tokenisers = Tokenisers([worker], processes)
+        try:
+            return _tokenise(tokenisers, pieces, folder, key)
+        finally:
+            tokenisers.close()
 
     return cached(data.cache_dir, cache_key(data, content, tokenizer), name, make)
 
@@ -148,125 +58,75 @@ def _pieces(data: Data, path: str, key: str) -> tuple[Iterable[Piece], str, int]
     return (piece for file in files for piece in read_pieces(file)), files_hash(files), size
 
 
-def _tokenise(worker: Worker, pieces: Iterable[Piece], processes: int, folder: Path, key: str) -> Counts:
-    """Writes the tokens of all pieces into the folder. Raises DataError where a rule or a row stops it."""
-    data, counts = worker.data, Counts(worker.path)
-    writer = TokenWriter(folder)
-    too_long: list[str] = []
-    first: tuple[Format, str] | None = None
-    full, prints = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.uint64)]
-    for block in _blocks(worker, pieces, processes):
+class Tally:
+    """What the blocks of one source amount to, while they come."""
+
+    def __init__(self, data: Data, path: str, key: str):
+        self.data, self.key, self.counts = data, key, Counts(path)
+        self._too_long: list[str] = []
+        self._first: tuple[Format, str] | None = None
+        self._full = [np.zeros(0, dtype=np.int32)]
+        self._prints = [np.zeros(0, dtype=np.uint64)]
+
+    def add(self, block: Block) -> None:
+        """Counts one more block. Raises DataError for a row of another format than the first one's."""
         for format, where in block.formats.items():
-            first = first or (format, where)
-            if format is not first[0]:
+            self._first = self._first or (format, where)
+            if format is not self._first[0]:
                 raise DataError(
-                    f"{where}: this row is of format {format.value}, but {first[1]} is {first[0].value}. Choose one "
-                    "with data.format=, or put the files into data.sources, each with its own format."
+                    f"{where}: this row is of format {format.value}, but {self._first[1]} is {self._first[0].value}. "
+                    "Choose one with data.format=, or put the files into data.sources, each with its own format."
                 )
-        counts.add(block.counts)
-        too_long += block.too_long[: LISTED + 1 - len(too_long)]
-        full.append(block.full_lengths)
-        prints.append(block.fingerprints)
+        self.counts.add(block.counts)
+        self._too_long += block.too_long[: LISTED + 1 - len(self._too_long)]
+        self._full.append(block.full_lengths)
+        self._prints.append(block.fingerprints)
+
+    def finish(self) -> Counts:
+        """The counts, complete. Raises DataError where a row or a rule stops the run."""
+        counts = self.counts
+        self._check()
+        if self._first is not None:
+            counts.format = self._first[0].value
+        counts.measure(np.concatenate(self._full))
+        counts.duplicates = counts.samples - len(np.unique(np.concatenate(self._prints)))
+        return counts
+
+    def _check(self) -> None:
+        bad = self.counts.dropped[BAD_ROW]
+        if bad and self.data.on_bad_row is OnBadRow.error:
+            raise DataError(
+                listed(self.counts.examples[BAD_ROW], bad)
+                + "\nFix these rows, or set data.on_bad_row=skip to leave them out and count them."
+            )
+        if self._too_long:
+            number = self.counts.dropped["over max_length"]
+            raise DataError(
+                listed(self._too_long, number)
+                + "\nRaise data.max_length, or set data.over_length=drop, truncate or split."
+            )
+
+    def refuse_nothing(self) -> None:
+        """Raises DataError where not one sample can be used."""
+        counts, what = self.counts, f"{self.key}={self.counts.path}"
+        if not counts.rows:
+            raise DataError(f"{what}: the file is empty: 0 rows, 0 usable samples.")
+        if not counts.samples:
+            reasons = "".join(f"\n{place}" for place in counts.examples.get(BAD_ROW, ()))
+            raise DataError(f"{what}: no usable sample. {counts.sentence(self.data.max_length)}.{reasons}")
+
+
+def _tokenise(tokenisers: Tokenisers, pieces: Iterable[Piece], folder: Path, key: str) -> Counts:
+    """Writes the tokens of all pieces into the folder. Raises DataError where a rule or a row stops it."""
+    (worker,) = tokenisers.workers
+    writer, tally = TokenWriter(folder), Tally(worker.data, worker.path, key)
+    for block in tokenisers.blocks(0, pieces):
+        tally.add(block)
         writer.append(block.input_ids, block.is_target, block.lengths, block.texts)
-    _check(counts, data, key, too_long)
+    counts = tally.finish()
+    tally.refuse_nothing()
     writer.finish()
-    counts.format = first[0].value
-    counts.measure(np.concatenate(full))
-    counts.duplicates = counts.samples - len(np.unique(np.concatenate(prints)))
     return counts
-
-
-def _check(counts: Counts, data: Data, key: str, too_long: list[str]) -> None:
-    path = counts.path
-    if not counts.rows:
-        raise DataError(f"{key}={path}: the file is empty: 0 rows, 0 usable samples.")
-    bad = counts.dropped[BAD_ROW]
-    if bad and data.on_bad_row is OnBadRow.error:
-        raise DataError(
-            listed(counts.examples[BAD_ROW], bad)
-            + "\nFix these rows, or set data.on_bad_row=skip to leave them out and count them."
-        )
-    if too_long:
-        number = counts.dropped["over max_length"]
-        raise DataError(
-            listed(too_long, number) + "\nRaise data.max_length, or set data.over_length=drop, truncate or split."
-        )
-    if not counts.samples:
-        reasons = "".join(f"\n{place}" for place in counts.examples.get(BAD_ROW, ()))
-        raise DataError(f"{key}={path}: no usable sample. {counts.sentence(data.max_length)}.{reasons}")
-
-
-def _blocks(worker: Worker, pieces: Iterable[Piece], processes: int) -> Iterator[Block]:
-    """The blocks in the order of their pieces; a few pieces are under way at a time."""
-    if processes == 1:
-        yield from map(worker.block, pieces)
-        return
-    # Forked, so that the tokenizer need not be made again: a new interpreter takes ten seconds to import it.
-    context = multiprocessing.get_context("fork")
-    with context.Pool(processes, initializer=_begin_process, initargs=(worker,)) as pool:
-        under_way: deque = deque()
-        for piece in pieces:
-            under_way.append(pool.apply_async(_block_in_process, (piece,)))
-            if len(under_way) > 3 * processes:
-                yield under_way.popleft().get()
-        while under_way:
-            yield under_way.popleft().get()
-
-
-_process: dict[str, Worker] = {}
-"""The worker of a tokenising process; empty in the trainer's own."""
-
-
-def _begin_process(worker: Worker) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's own process decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _process["worker"] = worker
-
-
-def _block_in_process(piece: Piece) -> Block:
-    return _process["worker"].block(piece)
-
-
-def _processes(workers: int | None, size: int) -> int:
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return 1
-    if workers is not None:
-        return workers
-    return max(1, min(len(os.sched_getaffinity(0)), size // WORTH_A_PROCESS))
-
-
-class TooLong(Exception):
-    """A sample over data.max_length where the policy allows none."""
-
-
-def fit(
-    encoded: tuple[list[int], list[bool]], sample: Sample, data: Data, counts: Counts, row: Row
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The sample within data.max_length, by data.over_length: none, one, or several parts. Raises TooLong."""
-    ids, is_target = encoded
-    arrays = np.asarray(ids, dtype=np.int32), np.asarray(is_target, dtype=bool)
-    limit, cut = data.max_length, len(ids) > data.max_length
-    if not cut:
-        parts = [arrays]
-    elif data.over_length is OverLength.drop:
-        counts.drop("over max_length", row.where)
-        return []
-    elif data.over_length is OverLength.truncate:
-        parts = [(arrays[0][:limit], arrays[1][:limit])]
-    elif data.over_length is OverLength.split and isinstance(sample, PlainText) and not sample.prompt:
-        parts = [(arrays[0][i : i + limit], arrays[1][i : i + limit]) for i in range(0, len(ids), limit)]
-    else:
-        only = " (only format text can be split)" if data.over_length is OverLength.split else ""
-        raise TooLong(f"{len(ids)} tokens, over data.max_length={limit}{only}")
-    # The first token of a sample has nothing before it to be predicted from: as a target it would not count.
-    parts = [part for part in parts if part[1][1:].any()]
-    if not parts:
-        counts.drop("no targets left after the cut" if cut and any(is_target) else "no targets", row.where)
-        return []
-    if cut:
-        counts.truncated += data.over_length is OverLength.truncate
-        counts.split += len(parts) if data.over_length is OverLength.split else 0
-    return parts
 
 
 def split_held_out(tokens: TokenSet, fraction: float, seed: int) -> tuple[TokenSet, TokenSet | None]:
@@ -286,13 +146,6 @@ def listed(problems: list[str], number: int) -> str:
     """The first problems, one a line, and how many more there are."""
     shown = problems[:LISTED]
     return "\n".join(shown + ([f"... and {number - len(shown)} more"] if number > len(shown) else []))
-
-
-def _with_roles(error: BadRow, sample: Sample) -> str:
-    text = str(error)
-    if isinstance(sample, PlainText) or "roles" in text:
-        return text
-    return f"{text} (roles: {', '.join(message['role'] for message in sample.messages)})"
 
 
 def opening(sample: Sample) -> tuple[list[dict], str] | None:

@@ -88,6 +88,11 @@ class TokenSet:
         """file:line of a sample."""
         return self.places[self.stored(index)]
 
+    def ends(self) -> set[int]:
+        """Tokens that are the last target of a sample."""
+        lasts = (int(ids[np.flatnonzero(is_target)[-1]]) for ids, is_target in map(self.sample, range(len(self))))
+        return set(lasts)
+
     def content_hash(self) -> str:
         """sha256 over the tokens, targets and borders of these samples, in their order."""
         digest = hashlib.sha256(np.ascontiguousarray(self.lengths).tobytes())
@@ -158,6 +163,9 @@ class Mixture:
     def place(self, index: int) -> str:
         member, inside = self._find(index)
         return member.place(inside)
+
+    def ends(self) -> set[int]:
+        return set().union(*(member.ends() for member in self.members))
 
     def content_hash(self) -> str:
         digest = hashlib.sha256(repr((self.weights, self.mix_by.value, self.stop.value)).encode())

@@ -6,12 +6,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from trainer.data.tokenize import Tokens
 from trainer.training.checkpoint import replace_folder
 from trainer.training.weights import MODEL_FILE, save_trainable
 
@@ -43,8 +41,8 @@ def export(
     return name
 
 
-def stop_tokens(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where generation must stop: the tokenizer's end token, and whatever the trained answers end with.
+def stop_tokens(lasts: set[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Where generation must stop: the tokenizer's end token, and the control tokens that trained answers end with.
 
     A template may end a turn with another token than the tokenizer's: a model that never sees it as a stop goes on.
     """
@@ -52,9 +50,4 @@ def stop_tokens(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> list[int]
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }
     ends: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    for index in range(len(tokens)):
-        ids, is_target = tokens.sample(index)
-        last = int(ids[np.flatnonzero(is_target)[-1]])
-        if last in special:
-            ends.add(last)
-    return sorted(ends)
+    return sorted(ends | (lasts & special))

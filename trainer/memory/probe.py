@@ -9,7 +9,6 @@ import torch
 
 from trainer.data.batch import MicroBatch, collate
 from trainer.memory.options import Probe
-from trainer.memory.run import largest_rows
 from trainer.training.evaluate import evaluate
 from trainer.training.state import rng_state, set_rng_state
 
@@ -27,7 +26,7 @@ def probe_memory(loop: Loop, held_out: Callable[[], Iterable[MicroBatch]] | None
     evaluation batch. Weights, gradients, generators and mode are as before afterwards. Returns tokens of the batch."""
     device = loop.accelerator.device
     generators, was_training = rng_state(device), loop.model.training
-    batch = collate(loop.steps.tokens, largest_rows(loop.steps), loop.steps.packing.packed)
+    batch = collate(*loop.steps.fullest(), loop.steps.packing.packed)
     loop.model.train()
     for _ in range(min(2, loop.steps.train.accumulation_steps)):
         with loop.dtypes.autocast():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import Config, Train
     from trainer.data.loader import TrainingSteps
+    from trainer.data.streamed import StreamedSteps
     from trainer.model.precision import Dtypes
 
 
@@ -33,9 +34,9 @@ class RunMemory:
     fit: Fit | None
 
 
-def plan_run(config: Config, model_config: PretrainedConfig, dtypes: Dtypes, steps: TrainingSteps) -> RunMemory:
-    """Predicts with the largest micro-batch that the data really makes."""
-    planner = Planner(config, model_config, largest_micro_batch(steps), dtypes)
+def plan_run(config: Config, model_config: PretrainedConfig, dtypes: Dtypes, steps: TrainingSteps | None) -> RunMemory:
+    """Predicts with the largest micro-batch that the data really makes; without steps, that the settings allow."""
+    planner = Planner(config, model_config, largest_micro_batch(steps) if steps is not None else None, dtypes)
     chosen, policy, train = None, config.offload.policy(config.checkpointing), config.train
     if isinstance(config.checkpointing, Auto):
         chosen = fit(planner, config.memory.budget_gib)
@@ -50,24 +51,8 @@ def plan_run(config: Config, model_config: PretrainedConfig, dtypes: Dtypes, ste
     return RunMemory(planner, planner.predict(policy), policy, train, chosen)
 
 
-def largest_rows(steps: TrainingSteps) -> np.ndarray:
-    """Sample indices of the first epoch's largest micro-batch."""
-    lengths = steps.tokens.lengths
-
-    def size(rows: np.ndarray) -> tuple[int, int]:
-        longest = int(lengths[rows].max())
-        computed = int(lengths[rows].sum()) if steps.packing.packed else longest * len(rows)
-        return computed, longest
-
-    return max(steps.micro_batches(0), key=size)
-
-
-def largest_micro_batch(steps: TrainingSteps) -> Shape:
-    """Its sizes."""
-    rows = largest_rows(steps)
-    targets = 0
-    for index in rows:
-        _, is_target = steps.tokens.sample(index)
-        targets += int(np.asarray(is_target)[1:].sum())
-    lengths = tuple(int(length) for length in steps.tokens.lengths[rows])
-    return Shape(lengths, max(targets, 1), steps.packing.packed)
+def largest_micro_batch(steps: TrainingSteps | StreamedSteps) -> Shape:
+    """The sizes of the largest micro-batch there will be."""
+    tokens, rows = steps.fullest()
+    targets = sum(int(np.asarray(tokens.sample(index)[1])[1:].sum()) for index in rows)
+    return Shape(tuple(int(length) for length in tokens.lengths[rows]), max(targets, 1), steps.packing.packed)

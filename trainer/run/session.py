@@ -19,9 +19,11 @@ import transformers
 from trainer.config.device import NO_GPU
 from trainer.config.saved import Run
 from trainer.config.schema import Config, Device, Train
-from trainer.data.load import load_data
+from trainer.data.load import check_losses, load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
 from trainer.data.prefetch import PrefetchingSteps
+from trainer.data.stream import RowStream, Window
+from trainer.data.streamed import Index, StreamedSteps
 from trainer.data.templates import dress
 from trainer.data.tokenize import Counts, Tokens
 from trainer.errors import ConfigError, ModelError
@@ -72,10 +74,11 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
     skeleton: PreTrainedModel
-    train_set: Tokens
+    train_set: Tokens | RowStream
     held_out: Tokens | None
     counts: list[Counts]
-    steps: TrainingSteps
+    """one a source, of a stream for its first window; data.eval_path's comes last"""
+    steps: TrainingSteps | StreamedSteps
     plan: RunMemory
     source: Source | None
     """where the frozen blocks are to lie, if not on the device"""
@@ -96,8 +99,11 @@ class Ready:
     """what brings the frozen blocks"""
 
 
-def prepare(run: Run, stages: Stages) -> Prepared:
-    """Device, tokenizer, data and the model's shape. Raises TrainerError for all that a user can get wrong there."""
+def prepare(run: Run, stages: Stages, index: Index | None = None, step: int = 1) -> Prepared:
+    """Device, tokenizer, data and the model's shape. Raises TrainerError for all that a user can get wrong there.
+
+    `step` is the first that will be trained; a stream goes there by its index.
+    """
     config = run.config
     device = find_device(config.device)
     dtypes = config.precision.build(device)
@@ -107,22 +113,44 @@ def prepare(run: Run, stages: Stages) -> Prepared:
         dress(tokenizer, config.data.chat_template, config.model.new_tokens)
     with stages.stage("data"):
         loaded = load_data(config.data, config.seed, tokenizer)
-    train_set, held_out, counts = loaded.train_set, loaded.held_out, loaded.counts
+    held_out, counts = loaded.held_out, loaded.counts
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
     config.offload.check(shape, config.adapter)
     check_tiles(shape, config.model.mlp_tiles)
-    _check_vocabulary(train_set, held_out, shape, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
+    pin, new_ids = device.type == "cuda", tokenizer.convert_tokens_to_ids(config.model.new_tokens)
+
+    def check(tokens: Tokens) -> None:
+        _check_vocabulary(tokens, shape, new_ids)
+
+    if held_out is not None:
+        check(held_out)
+
+    def check_window(window: Window) -> None:
+        check_losses(config.data, window.counts)
+        check(window.tokens)
 
     def steps_of(train: Train) -> PrefetchingSteps:
-        return PrefetchingSteps(train_set, config.packing, train, config.seed, pin=device.type == "cuda")
+        return PrefetchingSteps(train_set, config.packing, train, config.seed, pin)
 
-    steps = steps_of(config.train)
-    with stages.stage("plan"):
-        plan = plan_run(config, model_config, dtypes, steps)
-    if plan.train is not config.train:  # checkpointing=auto made the micro-batch smaller
-        steps = steps_of(plan.train)
+    train_set: Tokens | RowStream
+    steps: TrainingSteps | StreamedSteps
+    if loaded.train_set is None:
+        with stages.stage("plan"):
+            plan = plan_run(config, model_config, dtypes, None)
+        with stages.stage("data"):
+            train_set = RowStream(config.data, tokenizer, check_window)
+            steps = StreamedSteps(train_set, config.packing, plan.train, config.seed, pin, index, step)
+        counts = [*steps.first.counts, *counts]
+    else:
+        train_set = loaded.train_set
+        check(train_set)
+        steps = steps_of(config.train)
+        with stages.stage("plan"):
+            plan = plan_run(config, model_config, dtypes, steps)
+        if plan.train is not config.train:  # checkpointing=auto made the micro-batch smaller
+            steps = steps_of(plan.train)
     source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
     return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan, source)
 
@@ -203,9 +231,9 @@ def held_out_batches(prepared: Prepared, run: Run):
     return lambda: evaluation_batches(prepared.held_out, run.config.packing, prepared.plan.train)
 
 
-def _check_vocabulary(train_set: Tokens, held_out: Tokens | None, shape: PreTrainedModel, new_ids: list[int]) -> None:
+def _check_vocabulary(tokens: Tokens, shape: PreTrainedModel, new_ids: list[int]) -> None:
     rows = max([shape.get_input_embeddings().weight.shape[0], *(index + 1 for index in new_ids)])
-    highest = max(tokens.highest_token for tokens in (train_set, held_out) if tokens is not None)
+    highest = tokens.highest_token
     if highest >= rows:
         raise ModelError(
             f"the tokenizer gives token {highest}, but the model has embeddings for {rows} tokens only. "

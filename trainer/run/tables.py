@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.saved import Run
+from trainer.data.audit import short
+from trainer.data.options import Data
 from trainer.memory.measure import Memory
 from trainer.memory.stages import fragmentation, sentence
 from trainer.model import fused, load
-from trainer.run.session import Ready, Stages
+from trainer.run.session import Prepared, Ready, Stages
 from trainer.tracking.console import Screen
 from trainer.units import GIB
 
@@ -17,16 +19,17 @@ from trainer.units import GIB
 def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: Memory, tracking: str) -> None:
     """What is about to run."""
     config, prepared, choice = run.config, ready.prepared, run.choices
-    steps, train = prepared.steps, config.train
-    rows = len(steps.micro_batches(0))
-    tokens = sum(int(prepared.train_set.lengths[row].sum()) for row in steps.micro_batches(0))
+    steps, train = prepared.steps, prepared.steps.train
+    tokens, rows = steps.first_rows()
     if config.packing.packed:
-        fill = tokens / (rows * train.micro_batch_tokens)
-        shape = f"{rows} rows of up to {train.micro_batch_tokens:,} tokens, {fill:.1%} full"
+        fill = sum(int(tokens.lengths[row].sum()) for row in rows) / (len(rows) * train.micro_batch_tokens)
+        shape = f"{len(rows)} rows of up to {train.micro_batch_tokens:,} tokens, {fill:.1%} full"
     else:
-        shape = f"{rows} padded micro-batches of up to {train.micro_batch_size} samples"
-    epochs = f"{steps.position(steps.num_steps).epochs_done:.2f} epochs"
-    held_out = prepared.held_out
+        shape = f"{len(rows)} padded micro-batches of up to {train.micro_batch_size} samples"
+    if config.data.streaming:
+        shape, epochs = f"in this window {shape}", "epochs as they come"
+    else:
+        epochs = f"{steps.position(steps.num_steps).epochs_done:.2f} epochs"
     source = "random weights" if config.model.weights.value == "random" else config.model.path
     dtype = str(prepared.dtypes.compute).removeprefix("torch.")
     paged = " (not paged on a CPU)" if "paged" in choice["optim"] and prepared.device.type == "cpu" else ""
@@ -50,13 +53,7 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
                 f"{_device_name(prepared.device)}, attention {ready.attention}, checkpointing "
                 f"{choice['checkpointing']}",
             ),
-            *[("data", f"{counts.path}: {counts.sentence(config.data.max_length)}") for counts in prepared.counts],
-            (
-                "",
-                f"{len(prepared.train_set):,} samples to train on, {prepared.train_set.num_tokens:,} tokens, "
-                f"{prepared.train_set.num_targets:,} targets; "
-                + (f"{len(held_out):,} held out" if held_out is not None else "none held out"),
-            ),
+            *_data(config.data, prepared),
             ("packing", f"{choice['packing']}: {shape}"),
             (
                 "steps",
@@ -68,6 +65,24 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
             ("folder", str(run_dir)),
         ],
     )
+
+
+def _data(data: Data, prepared: Prepared) -> list[tuple[str, str]]:
+    """The audit in short, source by source, and what is trained on altogether."""
+    lines = []
+    for i, counts in enumerate(prepared.counts):
+        held_out = data.eval_path is not None and i == len(prepared.counts) - 1
+        lines += short("held out" if held_out else "data", counts, data.max_length)
+    tokens, _ = prepared.steps.first_rows()
+    sizes = f"{tokens.num_tokens:,} tokens, {tokens.num_targets:,} targets"
+    total = f"{len(tokens):,} samples to train on, {sizes}"
+    if data.streaming:
+        total = (
+            f"streamed: this is the window that it begins with, {len(tokens):,} samples, {sizes}; how much is to come "
+            "is not known"
+        )
+    kept = prepared.held_out
+    return [*lines, ("", f"{total}; " + (f"{len(kept):,} held out" if kept is not None else "none held out"))]
 
 
 def end_table(

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.config.saved import Run, public_config, save_run
-from trainer.errors import Interrupted, StorageError, TrainerError
+from trainer.data.streamed import Index
+from trainer.errors import DataError, Interrupted, StorageError, TrainerError
 from trainer.export.result import export, stop_tokens
 from trainer.memory.advice import Situation, advising
 from trainer.memory.measure import Memory, rss_peak
@@ -57,7 +58,9 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
             if beginning.finished is not None:
                 training.screen.say(f"{run_dir}: this run is completed; nothing to do.")
                 return beginning.finished
-            prepared = session.prepare(run, training.stages)
+            index, step = Index(run_dir / "stream.jsonl"), training.first_step(beginning)
+            prepared = session.prepare(run, training.stages, index, step)
+            training.stack.callback(prepared.steps.close)
             check_same_data(training.folder, beginning, prepared.train_set.content_hash(), run.config.train.resume)
         with training.recording_failure(), _full_disk(run_dir):
             return training.go(prepared, beginning)
@@ -93,13 +96,18 @@ class TrainingRun:
         self.stack.callback(self.folder.close)
         return decide(self.run, self.folder, self.checkpoints, self.screen.say)
 
+    def first_step(self, beginning: Beginning) -> int:
+        """The first step that is to be trained."""
+        return 1 if beginning.checkpoint is None else load_state(beginning.checkpoint).step + 1
+
     def go(self, prepared: Prepared, beginning: Beginning) -> dict[str, Any]:
         """Weights, training and result."""
         run_id = self._open_records(beginning)
         plan = json.dumps(short_plan(prepared.plan), indent=1)
         write_atomically(self.folder.file("plan.json"), plan)
         self.situation = Situation(prepared.device, plan=prepared.plan)
-        self.situation.longest_sample = int(prepared.train_set.lengths.max())
+        self.situation.longest_sample = int(prepared.steps.fullest()[0].lengths.max())
+        prepared.steps.begin()
         with advising(self.situation, lambda: self.checkpoints.pointer("last")):
             return self._go(prepared, beginning, run_id)
 
@@ -218,7 +226,8 @@ class TrainingRun:
 
     @contextmanager
     def _until_interrupted(self, watch: Watch) -> Iterator[None]:
-        """A signal ends the run after the running micro-batch, with the last whole step saved."""
+        """A signal ends the run after the running micro-batch, with the last whole step saved; so does a row of a
+        stream that cannot be used."""
         self.interrupts.deferred = True
         try:
             yield
@@ -228,6 +237,13 @@ class TrainingRun:
             saved = f"The state after step {self.state.step} is saved" if self.state.step else "No step was done yet"
             raise Interrupted(
                 stop.exit_code - 128, f"{stop} {saved}; go on with: trainer resume run={self.folder.path}"
+            ) from None
+        except DataError as error:
+            watch.save_now(self.state)
+            self.peak_memory = watch.peak_memory
+            raise DataError(
+                f"{error}\nThe state after step {self.state.step} is saved; once the rows or the settings are mended, "
+                "go on with the same command and train.resume=force."
             ) from None
         finally:
             self.interrupts.deferred = False
@@ -265,7 +281,7 @@ class TrainingRun:
 
     def _finish(self, prepared: Prepared) -> dict[str, Any]:
         run_dir, ready = self.folder.path, self.ready
-        ends = stop_tokens(prepared.train_set, prepared.tokenizer)
+        ends = stop_tokens(prepared.steps.ends(), prepared.tokenizer)
         with self.stages.stage("result"), _storage_errors(run_dir):
             name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir)
         answers = []

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from trainer.data.streamed import StreamedSteps
+
 MAX_SKIPPED_IN_A_ROW = 5
 """Steps with a non-finite gradient before the run gives up."""
 
@@ -38,7 +40,7 @@ class Loop:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loss: Loss
-    steps: TrainingSteps
+    steps: TrainingSteps | StreamedSteps
     dtypes: Dtypes
     accelerator: Accelerator
     arithmetic: Arithmetic

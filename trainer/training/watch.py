@@ -76,7 +76,7 @@ class Watch:
         row = self.metrics.write(
             "train",
             step=state.step,
-            epoch=round(position.epochs_done, 4),
+            epoch=None if position.epochs_done is None else round(position.epochs_done, 4),
             loss=loss,
             learning_rate=self.loop.learning_rate(state.step),
             grad_norm=grad_norm,
