@@ -40,6 +40,8 @@ class RunFolder:
             raise StorageError(
                 f"output_dir={self.path}: another process is running in this folder. Choose another output_dir."
             ) from None
+        # A helper that outlives a killed trainer for a moment must not hold the lock: closing a copy does not unlock.
+        os.register_at_fork(after_in_child=self.close)
 
     def check(self) -> None:
         """Raises StorageError where the folder is not for this."""
