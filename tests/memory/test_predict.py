@@ -27,8 +27,9 @@ TOLERANCE = 0.05
         ["checkpointing=every_k", "checkpointing.k=3"],
         ["quant=int8", "checkpointing=attention"],
         ["quant=none", "adapter=none", "optim=adamw_8bit", "train.accumulation_steps=1"],
+        [f"{A}model_type=gemma2", f"{A}head_dim=32", "checkpointing=none"],
     ],
-    ids=["nf4 full", "deep none full loss", "every_k", "int8 attention", "all parameters"],
+    ids=["nf4 full", "deep none full loss", "every_k", "int8 attention", "all parameters", "block mask"],
 )
 def test_the_peak_of_a_real_step_is_as_predicted(words):
     predicted, real = compare(words)

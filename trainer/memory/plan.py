@@ -162,6 +162,19 @@ class Planner:
             return fit(self, self.config.memory.budget_gib).policy
         return self.config.offload.policy(self.config.checkpointing)
 
+    @property
+    def profile_of_policy(self) -> Profile:
+        """One block's trace under the policy that runs."""
+        return self.profile(self.policy.blocks(self.depth)[0])
+
+    def least(self) -> int:
+        """Bytes of the device that this model and its adapter need at the very least: every block recomputed, one
+        sample of data.max_length a micro-batch."""
+        if self.profile_of_policy.whole:
+            return self.needed(self.predict())
+        longest = max(self.shape.lengths)
+        return self.needed(self.predict(self.config.offload.policy(Full()), longest if self.shape.packed else None))
+
     def needed(self, prediction: Prediction) -> int:
         """Bytes of the device that a run takes: the allocator's peak, its slack, and CUDA's own."""
         return self.needed_bytes(prediction.peak)

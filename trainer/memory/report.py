@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainer.memory import whatif
+from trainer.memory.hints import advice
 from trainer.memory.speed import EFFICIENCY, recomputed_share, roofs
 from trainer.memory.streaming import offload_plan
-from trainer.model.adapters import NoAdapter
-from trainer.model.options import Weights
 from trainer.units import GIB
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from trainer.memory.run import RunMemory
 
 CARDS = (8, 12, 16, 24, 48, 80)
-SMALL_MODEL = 1_000_000_000
-"""Parameters up to which training all of them is worth a thought."""
 
 
 def short_plan(run: RunMemory) -> dict[str, Any]:
@@ -75,6 +72,7 @@ def full_plan(planner: Planner) -> dict[str, Any]:
             {"change": row.change, "needed_gib": row.needed / GIB, "cost": row.cost}
             for row in whatif.ranked(planner, round(budget * GIB))
         ]
+        plan["least_gib"] = planner.least() / GIB
         if not plan["ways_to_fit"]:
             plan["together"] = _together(changes, needed, round(budget * GIB))
     plan["advice"] = advice(planner, prediction, changes)
@@ -94,30 +92,3 @@ def _together(changes: list[whatif.Row], needed: int, budget: int) -> dict[str, 
             if left <= budget:
                 return {"changes": chosen, "needed_gib": left / GIB}
     return None
-
-
-def advice(planner: Planner, prediction: Prediction, changes: list[whatif.Row]) -> list[str]:
-    """In words: where the memory is, and what is on without need."""
-    lines = prediction.lines()
-    largest = max(lines, key=lines.get)
-    said = [f"The largest line is {largest}: {lines[largest] / GIB:.2f} GiB of {prediction.peak / GIB:.2f}."]
-    budget = planner.config.memory.budget_gib
-    needed = planner.needed(prediction)
-    if budget is not None and needed <= budget * GIB:
-        unneeded = {"checkpointing=none": "recomputation", "quant=none": "quantisation", "optim=adamw": "8-bit state"}
-        for row in changes:
-            if row.change in unneeded and needed < row.needed <= budget * GIB:
-                said.append(
-                    f"{unneeded[row.change]} is not needed for {budget:g} GiB: {row.change} takes "
-                    f"{row.needed / GIB:.2f} GiB ({row.cost})."
-                )
-    adapted = not isinstance(planner.config.adapter, NoAdapter)
-    parameters = prediction.static.base_parameters
-    if adapted and parameters <= SMALL_MODEL:
-        said.append(
-            f"With {parameters / 1e6:.0f} M parameters, adapter=none quant=none (all of them train, 16 bytes each: "
-            f"{16 * parameters / GIB:.2f} GiB before activations) may be worth it."
-        )
-    if adapted and planner.config.model.weights is Weights.random:
-        said.append("The base has random weights: an adapter on them learns little. Use it to try, not to train.")
-    return said

@@ -52,6 +52,10 @@ def show(screen: Screen, plan: dict[str, Any], recipe: str) -> None:
         screen.say(f"yes: {plan['needed_gib']:.2f} GiB fit a budget of {plan['budget_gib']:g} GiB", style="green")
     if plan["fits"] is False:
         screen.say(f"no: {plan['needed_gib']:.2f} GiB do not fit a budget of {plan['budget_gib']:g} GiB", style="red")
+        screen.say(
+            f"  the least that works with this model, adapter and data.max_length is {plan['least_gib']:.2f} GiB: "
+            "every block recomputed, one sample a micro-batch"
+        )
         for way in plan["ways_to_fit"]:
             screen.say(f"  {way['change']}: {way['needed_gib']:.2f} GiB, {way['cost']}")
         together = plan.get("together")

@@ -80,6 +80,8 @@ def rows(planner: Planner) -> list[Row]:
 
 def _policies(planner: Planner) -> list[Row]:
     current, found = planner.policy, []
+    if planner.profile_of_policy.whole:
+        return found  # no checkpointing but none works there
     now, full = work(planner, current), planner.needed(planner.predict(planner.config.offload.policy(Full())))
     for words, policy in POLICIES.items():
         policy = planner.config.offload.policy(policy)
@@ -199,6 +201,8 @@ def _losses(planner: Planner) -> list[Row]:
         name, cost = "chunked", "the same loss, no logits of all tokens"
     elif not isinstance(planner.config.loss, Chunked):
         return []
+    if planner.profile_of_policy.whole:
+        return []  # the loss is not apart from the model in its trace
     other = schema_of("loss", name)(**option_values("loss", name))
     return [Row(f"loss={name}", planner.needed(planner.with_loss(other)), cost, 0)]
 
