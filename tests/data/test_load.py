@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import CHATS, chat_rows, metrics, train_here, write_jsonl
+from tests.support import CHATS, chat_rows, make_tokenizer, metrics, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.data.load import load_data
 from trainer.data.tokens import Mixture
@@ -62,3 +62,19 @@ def test_a_mixture_resumed_in_its_second_epoch_is_bit_equal(base_overrides, sour
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     ours, theirs = ([(row["step"], row["loss"]) for row in metrics(tmp_path / n)] for n in ("whole", "parts"))
     assert ours == theirs
+
+
+def test_every_run_begins_with_the_audit_in_short(base_overrides, chats, tmp_path, capsys):
+    """Rows, what was dropped and why, targets, and what crosses a threshold; held-out rows of their own the same."""
+    long = [("x" * 500, "y"), ("z" * 500, "y")]
+    file = write_jsonl(tmp_path / "rows.jsonl", [*chat_rows(), *chat_rows(CHATS[:1]), *chat_rows(long), {"no": "row"}])
+    run = words(base_overrides, f"data.path={file}", f"data.eval_path={chats}", "data.on_bad_row=skip")
+    tokens = load_data(compose(run).config.data, 0, make_tokenizer()).train_set
+    train_here([*run, "train.max_steps=1"], tmp_path / "run")
+    screen = " ".join(capsys.readouterr().out.split())
+    assert f"data {file} (messages): 12 rows, 9 used; 1 dropped (8.3%): bad row; 2 dropped (16.7%)" in screen
+    share = tokens.num_targets / tokens.num_tokens
+    assert f"{share:.1%} of the tokens trained on; 0.0% truncated, 11.1% repeated, 0 without targets" in screen
+    assert f"held out {chats} (messages): 8 rows, 8 used" in screen
+    assert f"warning {file}: 25.0% dropped" in screen and f"warning {chats}" not in screen
+    assert f"9 samples to train on, {tokens.num_tokens:,} tokens" in screen

@@ -10,7 +10,7 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.data import sandbox
+from trainer.data import meter
 from trainer.data.sandbox import BoundedEnvironment, RanAway
 
 DOUBLING = "{{% set ns = namespace(x={first}) %}}{{% for i in range(60) %}}{{% set ns.x = {again} %}}{{% endfor %}}"
@@ -80,7 +80,7 @@ def environment() -> BoundedEnvironment:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_stopped_in_little_memory(environment, name, monkeypatch):
     """With a tenth of the steps, so that the tests are quick; what is made at once is as large as ever."""
-    monkeypatch.setattr(sandbox, "STEPS", 100_000)
+    monkeypatch.setattr(meter, "STEPS", 100_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RanAway):
         environment.render(environment.compiled(HOSTILE[name], "it"), {"x": "y"})
@@ -89,7 +89,7 @@ def test_a_hostile_template_is_stopped_in_little_memory(environment, name, monke
 
 @pytest.mark.parametrize("name", SLOW_STEPS)
 def test_steps_that_take_long_are_stopped_by_the_clock_in_any_thread(environment, name, monkeypatch):
-    monkeypatch.setattr(sandbox, "CPU_SECONDS", 0.2)
+    monkeypatch.setattr(meter, "CPU_SECONDS", 0.2)
     said: list[str] = []
 
     def render():
@@ -178,7 +178,7 @@ def test_what_templates_do_comes_out_as_in_plain_jinja():
 
 def test_the_clock_is_that_of_the_thread(environment, monkeypatch):
     """Other work on the machine does not stop a template: waiting is no CPU time."""
-    monkeypatch.setattr(sandbox, "CPU_SECONDS", 0.2)
+    monkeypatch.setattr(meter, "CPU_SECONDS", 0.2)
 
     def wait():
         time.sleep(0.3)

@@ -164,7 +164,9 @@ class _disk_errors:
 
 def _code_hash() -> str:
     """Over the code that turns rows into tokens: a newer trainer does not take an older one's tokens."""
-    names = "chat rendering sandbox spans formats rows tables templates tokenize worker store counts".split()
+    names = (
+        "chat rendering sandbox meter rewrite spans formats rows tables templates tokenize worker store counts".split()
+    )
     digest = hashlib.sha256()
     for name in names:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
