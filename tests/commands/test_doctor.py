@@ -19,7 +19,7 @@ from trainer.tracking.doctor import CHECKS, OK, PROBLEM, WARN, examine
 
 SECRET = "abcdefghijklmnopqrstuvwxyz0123456789abcd"
 PARTS = (
-    "Python,libraries,torch,GPU,bitsandbytes,varlen attention,linear_cross_entropy,flash-attn,liger,cut cross entropy,"
+    "Python,libraries,torch,GPU,bitsandbytes,varlen attention,linear_cross_entropy,flash-attn,liger,cut cross entropy,torch.compile,"
     "CPU,CPU bf16,disk at outputs/,disk at the hub's cache,hub,W&B,Hydra launchers,Hydra sweepers"
 ).split(",")
 
@@ -32,6 +32,15 @@ def only(part: str) -> doctor.Row:
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("compiler", ["/usr/bin/g++", None])
+def test_what_compiled_blocks_need_is_told(no_gpu, monkeypatch, compiler):
+    from trainer.model import kernels
+
+    monkeypatch.setattr(kernels, "cpp_compiler", lambda: compiler)
+    row = only("torch.compile")
+    assert (compiler or "no C++ compiler") in row.found and row.state == OK
 
 
 def test_every_part_has_a_row_with_its_state_and_the_code_is_0(no_gpu, capsys, tmp_path, monkeypatch):

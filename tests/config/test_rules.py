@@ -205,6 +205,21 @@ def test_foreign_code_of_a_commit_passes():
     assert broken(("model.trust_remote_code", True), ("model.revision", "0123456789abcdef" * 2 + "01234567")) == []
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "liger"])
+def test_kernels_and_fused_functions_exclude_each_other(kernels):
+    with pytest.raises(ConfigError, match="add adapter.fused=false"):
+        compose(["data.path=x", f"kernels={kernels}"])
+    compose(["data.path=x", f"kernels={kernels}", "adapter.fused=false"])
+
+
+@pytest.mark.parametrize("policy", ["attention", "selective"])
+def test_compiled_blocks_are_kept_or_recomputed_whole(policy):
+    words = ["data.path=x", "kernels=compiled", "adapter.fused=false"]
+    with pytest.raises(ConfigError, match="cut through a block"):
+        compose([*words, f"checkpointing={policy}"])
+    compose([*words, "checkpointing=full"])
+
+
 def test_every_broken_rule_is_told_at_once():
     words = ["seed=-1", "optim.eps=0", "train.micro_batch_tokens=8", "adapter=none", "data.path=null"]
     with pytest.raises(ConfigError) as refused:

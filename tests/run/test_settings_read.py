@@ -105,7 +105,8 @@ INT8_ROW = """quant=int8 optim=paged_adamw_32bit schedule=wsd precision=auto los
 memory.budget_gib=4 memory.probe=always data.on_bad_row=skip offload=activations
 data.streaming=true data.eval_fraction=0"""
 PLAIN_ROW = """quant=none adapter=none optim=paged_adamw_8bit schedule=cosine precision=fp32 loss=chunked
-checkpointing=none train.epochs=1 train.max_steps=null data.chat_template=plain"""
+checkpointing=none kernels=compiled kernels.backend=aot_eager train.epochs=1 train.max_steps=null
+data.chat_template=plain"""
 
 
 def test_every_declared_setting_is_read(tiny, rows, tmp_path, monkeypatch, capsys):

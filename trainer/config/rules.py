@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.types import shown
 from trainer.data.options import OverLength, source_problems
 from trainer.model.adapters import LoRA, NoAdapter
-from trainer.model.checkpointing import Attention, NoCheckpointing
-from trainer.model.offload.options import Activations, StreamedBase
+from trainer.model.checkpointing import Attention, NoCheckpointing, Selective
+from trainer.model.kernels import Compiled, Torch
+from trainer.model.offload.options import Activations, NoOffload, StreamedBase
 from trainer.model.options import Weights
 from trainer.model.quant import FourBit, Int8, NoQuant
 from trainer.training.engine import Single
@@ -114,6 +115,7 @@ def _across(config: Config) -> list[str]:
     tiles = config.model.mlp_tiles
     if tiles != "auto" and not (isinstance(tiles, int) and not isinstance(tiles, bool) and tiles >= 1):
         problems.append(f"model.mlp_tiles={shown(tiles)}: must be auto, or a number of 1 or more")
+    problems += _kernels(config)
     if isinstance(adapter, LoRA):
         problems += _target_modules(adapter.target_modules)
     if data.over_length is OverLength.split and data.format.value not in ("auto", "text"):
@@ -133,6 +135,24 @@ def _streaming(config: Config) -> list[str]:
             f"data.streaming=true cannot hold out data.eval_fraction={config.data.eval_fraction} of what it has not "
             "read: give data.eval_path, or set data.eval_fraction=0"
         )
+    return problems
+
+
+def _kernels(config: Config) -> list[str]:
+    problems = []
+    if isinstance(config.adapter, LoRA) and config.adapter.fused and not isinstance(config.kernels, Torch):
+        problems.append(
+            "kernels=compiled and kernels=liger take the place of the trainer's own functions: add adapter.fused=false"
+        )
+    if not isinstance(config.kernels, Compiled):
+        return problems
+    if isinstance(config.checkpointing, (Attention, Selective)):
+        problems.append(
+            "kernels=compiled: checkpointing=attention and selective cut through a block, which compiled code cannot "
+            "keep. Use checkpointing=full or none"
+        )
+    if not isinstance(config.offload, NoOffload):
+        problems.append("kernels=compiled: what offload moves, it moves inside a block. Use offload=none")
     return problems
 
 

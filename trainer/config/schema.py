@@ -14,6 +14,7 @@ from trainer.data.packing import Packing
 from trainer.memory.options import MemoryOptions
 from trainer.model.adapters import Adapter
 from trainer.model.checkpointing import Checkpointing
+from trainer.model.kernels import Kernels
 from trainer.model.offload.options import Offload
 from trainer.model.options import Model
 from trainer.model.precision import Precision
@@ -91,6 +92,7 @@ class Config:
     optim: Optim
     schedule: Schedule
     loss: Loss
+    kernels: Kernels
     packing: Packing
     offload: Offload
     engine: Engine
@@ -109,6 +111,7 @@ SECTIONS: dict[str, type] = {
     "optim": Optim,
     "schedule": Schedule,
     "loss": Loss,
+    "kernels": Kernels,
     "packing": Packing,
     "offload": Offload,
     "engine": Engine,

@@ -81,6 +81,7 @@ def _varlen(query, key, value, scaling, sliding_window, cu_seqlens, max_length):
     return out.unsqueeze(0)
 
 
+@torch.compiler.disable  # lengths are read on the host: a compiled block calls this as it is (kernels=compiled)
 def _per_sample(query, key, value, scaling, dropout, sliding_window, cu_seqlens):
     """One kernel a sample: the same arithmetic as running each alone. Keys and values are not expanded to H heads."""
     lengths, masks = _of_row(cu_seqlens, sliding_window, query)

@@ -31,6 +31,7 @@ from trainer.memory.measure import Memory
 from trainer.memory.run import RunMemory, plan_run
 from trainer.memory.speed import recomputed_share
 from trainer.model import attention
+from trainer.model.kernels import full_batch
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
 from trainer.model.offload.load import streamed_base
@@ -108,6 +109,7 @@ def prepare(run: Run, stages: Stages, index: Index | None = None, step: int = 1)
     device = find_device(config.device)
     dtypes = config.precision.build(device)
     config.loss.check(device)
+    config.kernels.check(device)
     with stages.stage("tokenizer"):
         tokenizer = load_tokenizer(config.model)
         dress(tokenizer, config.data.chat_template, config.model.new_tokens)
@@ -151,6 +153,7 @@ def prepare(run: Run, stages: Stages, index: Index | None = None, step: int = 1)
             plan = plan_run(config, model_config, dtypes, steps)
         if plan.train is not config.train:  # checkpointing=auto made the micro-batch smaller
             steps = steps_of(plan.train)
+    config.kernels.check_model(model_config, plan.policy)
     source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
     return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan, source)
 
@@ -172,6 +175,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         adapted = config.adapter.attach(base, new_ids)
         tile(base, config.model.mlp_tiles)
         prepared.plan.policy.apply(base)
+        config.kernels.install(base)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = config.optim.build(parameters)
     memory.at("adapter attached")
@@ -196,6 +200,10 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
     with stages.stage("packing probe"):
         vocab_size = prepared.config.get_text_config().vocab_size
         check_packing(base, config.loss, dtypes, vocab_size, config.packing.packed)
+    if config.kernels.graphs() is not None:
+        with stages.stage("compilation"):
+            batch = full_batch(prepared.plan.planner.shape, vocab_size).to(device)
+            config.kernels.verify(base, config.loss, dtypes, batch, memory)
     return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total, stream)
 
 

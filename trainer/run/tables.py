@@ -43,7 +43,7 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
                 f"{choice['adapter']}, {_count(ready.trainable_parameters)} parameters "
                 f"({ready.trainable_parameters / ready.total_parameters:.2%})",
             ),
-            *([("forward", fused_parts)] if (fused_parts := fused.describe(ready.adapted)) else []),
+            *[("forward", parts) for parts in (fused.describe(ready.adapted), config.kernels.describe()) if parts],
             (
                 "dtypes",
                 f"base {dtype}, compute {dtype}, trainable float32, optimizer {choice['optim']}{paged}, loss float32",

@@ -80,6 +80,8 @@ class TrainingRun:
     started: float = field(default_factory=time.perf_counter)
     tracker: Tracker | None = None
     ready: Ready | None = None
+    graphs: int | None = None
+    """compiled so far; None: nothing is compiled"""
     start_up: dict[str, float] | None = None
     """seconds of each stage before the first step of this process"""
     peak_memory: int = 0
@@ -166,6 +168,7 @@ class TrainingRun:
                 began = time.perf_counter()
                 watch.after_step(state, grad_norm)
                 self._note_start_up(time.perf_counter() - began)
+                self._note_graphs(state)
                 if ready.stream is not None and state.step in (begun_step + 1, prepared.steps.num_steps):
                     seconds = state.seconds - begun_seconds
                     streaming.report(self.screen, self.metrics, ready.stream, state.step, seconds)
@@ -184,6 +187,16 @@ class TrainingRun:
         stages = {**self.stages.seconds, "first evaluation": evaluation_seconds}
         total = time.perf_counter() - self.started + self.stages.seconds["imports"]
         self.start_up = {**stages, "other": total - sum(stages.values())}
+
+    def _note_graphs(self, state: State) -> None:
+        """Tells of compilation in the middle of the run: it costs seconds, and more than once it is a mistake."""
+        graphs = self.run.config.kernels.graphs()
+        if graphs is None or graphs == self.graphs:
+            return
+        if self.graphs is not None:
+            self.metrics.write("compiled", step=state.step, graphs=graphs)
+            self.screen.say(f"step {state.step}: compiled again, {graphs} graphs so far", style="yellow")
+        self.graphs = graphs
 
     def _open_records(self, beginning: Beginning) -> str:
         """Files that every run has, and its tracker; returns the run's id."""
@@ -318,6 +331,7 @@ class TrainingRun:
             "trainable_parameters": ready.trainable_parameters if ready else None,
             "total_parameters": ready.total_parameters if ready else None,
             "wall_seconds": time.perf_counter() - self.started,
+            "compiled_graphs": self.graphs,
             "stages": self.stages.seconds,
             "seconds_to_first_step": sum(self.start_up.values()) if self.start_up else None,
             "stages_to_first_step": self.start_up,

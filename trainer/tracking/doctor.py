@@ -153,7 +153,7 @@ def kernels() -> Iterator[Row]:
     yield Row("linear_cross_entropy", OK, found)
     for part, module, package, use in (
         ("flash-attn", "flash_attn", "flash-attn", "the trainer's flash kernel is torch's"),
-        ("liger", "liger_kernel", "liger-kernel", "loss=liger"),
+        ("liger", "liger_kernel", "liger-kernel", "loss=liger, kernels=liger"),
         ("cut cross entropy", "cut_cross_entropy", "cut-cross-entropy", "loss=cut_cross_entropy"),
     ):
         if importlib.util.find_spec(module) is None:
@@ -162,6 +162,21 @@ def kernels() -> Iterator[Row]:
             yield Row(part, OK, f"{_version(package) or 'installed'} ({use})")
         else:
             yield Row(part, OK, f"{_version(package) or 'installed'}, for GPUs only ({use})")
+
+
+def compilers() -> Iterator[Row]:
+    """What kernels=compiled needs: Triton on a GPU, a C++ compiler on a CPU."""
+    import torch
+
+    from trainer.model.kernels import cpp_compiler
+
+    part, without = "torch.compile", "; kernels=compiled is not possible, everything else is"
+    if torch.cuda.is_available():
+        found = importlib.util.find_spec("triton") is not None
+        yield Row(part, OK, "Triton is there (kernels=compiled)" if found else f"no Triton{without}")
+        return
+    compiler = cpp_compiler()
+    yield Row(part, OK, f"{compiler} (kernels=compiled)" if compiler else f"no C++ compiler{without}")
 
 
 def cpu() -> Iterator[Row]:
@@ -232,6 +247,7 @@ CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
     "GPU": gpus,
     "bitsandbytes": quantisation,
     "kernels": kernels,
+    "torch.compile": compilers,
     "CPU": cpu,
     "disk": disk,
     "hub": hub,

@@ -1,0 +1,220 @@
+"""Options of the group `kernels`: what computes the decoder's blocks, set up after adapter and checkpointing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainer.errors import ConfigError, ModelError
+from trainer.registry import option
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from trainer.data.batch import MicroBatch
+    from trainer.memory.measure import Memory
+    from trainer.memory.trace import Shape
+    from trainer.model.checkpointing import Checkpointing
+    from trainer.model.precision import Dtypes
+    from trainer.training.losses import Loss
+
+COMPILERS = ("g++", "clang++", "c++")
+SAVED_TOLERANCE = 1.05, 256 * 1024
+"""Factor, and bytes beside it: a C allocator counts Python's own objects too."""
+
+
+@dataclass
+class Kernels(ABC):
+    """What computes the decoder's blocks; every option gives the same numbers."""
+
+    def check(self, device: torch.device) -> None:  # noqa: B027 - torch's own kernels run everywhere
+        """Raises ConfigError where this device or installation cannot do it. Before anything is loaded."""
+
+    def check_model(self, config: PretrainedConfig, policy: Checkpointing) -> None:  # noqa: B027
+        """Raises ModelError or ConfigError for an architecture or policy that it does not do. Before the weights."""
+
+    @abstractmethod
+    def install(self, base: PreTrainedModel) -> None:
+        """Sets the blocks of the adapted model up, which have their checkpointing policy."""
+
+    def verify(  # noqa: B027
+        self, base: PreTrainedModel, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory
+    ) -> None:
+        """Raises ModelError where the blocks as set up keep more for backward than their policy says."""
+
+    def graphs(self) -> int | None:
+        """Graphs compiled so far in this process; None where nothing is compiled."""
+        return None
+
+    def describe(self) -> str:
+        """For the table at the start; empty where there is nothing to tell."""
+        return ""
+
+
+@option("kernels", "torch")
+@dataclass
+class Torch(Kernels):
+    """PyTorch's own kernels, and the trainer's functions on top (adapter.fused)."""
+
+    def install(self, base):
+        pass
+
+
+class Backend(Enum):
+    inductor = "inductor"
+    aot_eager = "aot_eager"
+
+
+@option("kernels", "compiled")
+@dataclass
+class Compiled(Kernels):
+    """torch.compile block by block, inside the checkpointing policy: what it keeps and runs again is decided outside
+    of the compiled code. Row lengths are dynamic; blocks of one kind share their code."""
+
+    backend: Backend
+    """inductor generates code (Triton on a GPU, C++ on a CPU); aot_eager only traces, to tell their troubles apart"""
+
+    def check(self, device):
+        if self.backend is Backend.aot_eager:
+            return
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            raise ConfigError("kernels=compiled: inductor needs the package triton on a GPU. Use kernels=torch.")
+        if device.type == "cpu" and cpp_compiler() is None:
+            raise ConfigError(
+                f"kernels=compiled: inductor needs a C++ compiler on a CPU; none of {', '.join(COMPILERS)} is on PATH, "
+                "and CXX does not name one. Install g++, or use kernels=torch."
+            )
+
+    def check_model(self, config, policy):
+        from trainer.model.checkpointing import Attention, Selective
+
+        kinds = {type(block) for block in policy.blocks(config.get_text_config().num_hidden_layers)}
+        if kinds & {Attention, Selective}:
+            raise ConfigError(
+                "kernels=compiled: checkpointing policies that cut through a block (attention, selective, and auto "
+                "where it picks selective) cannot be kept in compiled code. Use checkpointing=full or none."
+            )
+
+    def install(self, base):
+        import torch
+
+        for block in blocks(base):
+            compiled = torch.compile(type(block).forward.__wrapped__, backend=self.backend.value, dynamic=True)
+            policy = block._gradient_checkpointing_func if block.gradient_checkpointing else _call
+            # transformers hands the block's own forward to this function: (forward with its arguments bound) and the
+            # hidden states. It is called in training only: evaluation and generation run as they are.
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(_run_compiled, policy, compiled)
+
+    def verify(self, base, loss, dtypes, batch, memory):
+        import torch
+
+        was_training = base.training
+        base.train()
+        with torch.compiler.set_stance("force_eager"):
+            eager = _kept_bytes(base, loss, dtypes, batch, memory)
+        compiled = _kept_bytes(base, loss, dtypes, batch, memory)
+        base.train(was_training)
+        factor, slack = SAVED_TOLERANCE
+        if compiled > factor * eager + slack:
+            raise ModelError(
+                f"kernels=compiled: the compiled blocks keep {compiled / 2**20:.1f} MiB for the backward pass of "
+                f"{batch.num_tokens} tokens where their checkpointing policy keeps {eager / 2**20:.1f} MiB: the policy "
+                "is lost in compiled code. Use kernels=torch."
+            )
+
+    def graphs(self):
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
+
+    def describe(self):
+        return f"blocks compiled by {self.backend.value}"
+
+
+@option("kernels", "liger")
+@dataclass
+class Liger(Kernels):
+    """Liger's Triton kernels (Hsu et al. 2024) for norms, rotary embedding and SwiGLU, as transformers applies them."""
+
+    def check(self, device):
+        if device.type != "cuda":
+            raise ConfigError("kernels=liger: its kernels need a GPU. On a CPU use kernels=torch.")
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ConfigError(
+                "kernels=liger: the package liger-kernel is not installed. Install it, or use kernels=torch."
+            )
+
+    def check_model(self, config, policy):
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+
+        if config.model_type not in KNOWN:
+            raise ModelError(
+                f"kernels=liger: the installed liger-kernel has nothing for model type {config.model_type}. "
+                "Use kernels=torch."
+            )
+
+    def install(self, base):
+        from transformers.integrations.liger import apply_liger_kernel
+
+        chosen = {"rope": True, "rms_norm": True, "swiglu": True}
+        # The loss is the group loss's business: Liger would replace the model's forward for it.
+        apply_liger_kernel(base, {**chosen, "cross_entropy": False, "fused_linear_cross_entropy": False})
+
+    def describe(self):
+        return "Liger's norm, rotary embedding and SwiGLU"
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that inductor finds: the one that CXX names, else one of the usual."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    return next((found for name in names if (found := shutil.which(name)) is not None), None)
+
+
+def blocks(base: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder's blocks. Raises ModelError where transformers knows none."""
+    from trainer.model.checkpointing import NoCheckpointing, blocks_of
+
+    return blocks_of(base, NoCheckpointing())
+
+
+def full_batch(shape: Shape, vocab_size: int) -> MicroBatch:
+    """Random tokens in a micro-batch of these sizes, every one a target but each sample's first."""
+    import numpy as np
+
+    from trainer.data.batch import collate
+    from trainer.data.tokenize import TokenSet
+
+    ids = np.random.default_rng(0).integers(0, vocab_size, size=sum(shape.lengths), dtype=np.int32)
+    borders = np.cumsum([0, *shape.lengths]).astype(np.int64)
+    tokens = TokenSet(ids, np.ones(len(ids), dtype=bool), borders, sources=[])
+    return collate(tokens, np.arange(len(shape.lengths)), packed=shape.packed)
+
+
+def _call(function, *args):
+    return function(*args)
+
+
+def _run_compiled(policy, compiled, call: partial, *args):
+    """What the policy does with a block, on the compiled forward instead of the block's own."""
+    return policy(partial(compiled, *call.args, **call.keywords), *args)
+
+
+def _kept_bytes(base, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory) -> int:
+    """Bytes between a micro-batch's forward and backward pass, in the second of two: the first compiles."""
+    kept = 0
+    for _ in range(2):
+        before = memory.read().allocated
+        with dtypes.autocast():
+            total = loss.sum(base, batch)
+        kept = memory.read().allocated - before
+        total.backward()
+        base.zero_grad(set_to_none=True)
+    return kept
