@@ -19,8 +19,8 @@ from trainer.tracking.doctor import CHECKS, OK, PROBLEM, WARN, examine
 
 SECRET = "abcdefghijklmnopqrstuvwxyz0123456789abcd"
 PARTS = (
-    "Python,libraries,torch,GPU,bitsandbytes,varlen attention,linear_cross_entropy,flash-attn,liger,cut cross entropy,torch.compile,"
-    "CPU,CPU bf16,disk at outputs/,disk at the hub's cache,hub,W&B,Hydra launchers,Hydra sweepers"
+    "Python,libraries,torch,GPU,bitsandbytes,varlen attention,linear_cross_entropy,flash-attn,liger,cut cross entropy,"
+    "torch.compile,CPU,CPU bf16,disk at outputs/,disk at the hub's cache,hub,W&B,Hydra launchers,Hydra sweepers"
 ).split(",")
 
 

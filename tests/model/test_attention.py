@@ -169,6 +169,17 @@ def test_cuda_in_fp32_takes_the_block_mask():
     assert name == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("capability", "chosen", "why"),
+    [((7, 5), "sdpa", "flash kernels need compute capability 8.0"), ((8, 0), PACKED, "varlen flash kernel")],
+)
+def test_a_gpu_below_the_flash_kernels_minimum_takes_the_block_mask(capability, chosen, why, monkeypatch):
+    """Said in one line of the start table; float16 stands for what an old card computes in."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    name, reason = attention.choose(LlamaConfig(), torch.device("cuda"), torch.float16)
+    assert name == chosen and why in reason
+
+
 def test_a_model_that_caps_its_logits_is_isolated_on_its_path():
     """Gemma 2: soft-capped attention and sliding windows in every other layer, through the block mask."""
     torch.manual_seed(0)

@@ -15,12 +15,15 @@ from tests.factories import (
     gradients,
     largest_difference,
     llama,
+    option,
     packed_batch,
     padded_batch,
     random_tokens,
     summed_loss,
 )
+from trainer.errors import ConfigError, ModelError
 from trainer.model.attention import PACKED
+from trainer.training import losses
 from trainer.training.frozen_head import frozen_head_sum
 from trainer.training.losses import Chunked, Full
 
@@ -171,3 +174,20 @@ def test_bf16_sums_in_fp32(path, loss):
         exact = loss.sum(copy.deepcopy(model).float(), batch)
     assert half.dtype is torch.float32
     assert half.item() == pytest.approx(exact.item(), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["liger", "cut_cross_entropy"])
+def test_a_gpu_kernel_asked_for_by_name_is_refused_where_it_cannot_run(name, monkeypatch):
+    """No GPU, no package, or a head that it does not take: each an error that says what to use."""
+    loss = option("loss", name)
+    with pytest.raises(ConfigError, match=f"loss={name}: its kernels need a GPU.*loss=chunked"):
+        loss.check(torch.device("cpu"))
+    monkeypatch.setattr(losses.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match=f"loss={name}: the package {loss.package} is not installed.*loss=chunked"):
+        loss.check(torch.device("cuda"))
+    monkeypatch.setattr(losses.importlib.util, "find_spec", lambda module: object())
+    loss.check(torch.device("cuda"))
+    model = llama(PACKED)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ModelError, match=f"loss={name}: the output head is a Sequential"):
+        loss.sum(model, packed_batch(TOKENS))
