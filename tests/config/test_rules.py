@@ -218,6 +218,8 @@ def test_compiled_blocks_are_kept_or_recomputed_whole(policy):
     with pytest.raises(ConfigError, match="cut through a block"):
         compose([*words, f"checkpointing={policy}"])
     compose([*words, "checkpointing=full"])
+    with pytest.raises(ConfigError, match="Use offload=none"):
+        compose([*words, "checkpointing=full", "offload=activations"])
 
 
 def test_every_broken_rule_is_told_at_once():
