@@ -53,6 +53,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
     with ExitStack() as stack:
         training = TrainingRun(run, RunFolder(run_dir), stack)
         training.stages.seconds["imports"] = import_seconds
+        training.started -= import_seconds
         with _leaving_nothing(training.folder):
             beginning = training.look()
             if beginning.finished is not None:
@@ -185,7 +186,7 @@ class TrainingRun:
         if self.start_up is not None:
             return
         stages = {**self.stages.seconds, "first evaluation": evaluation_seconds}
-        total = time.perf_counter() - self.started + self.stages.seconds["imports"]
+        total = time.perf_counter() - self.started
         self.start_up = {**stages, "other": total - sum(stages.values())}
 
     def _note_graphs(self, state: State) -> None:
