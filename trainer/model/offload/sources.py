@@ -120,14 +120,19 @@ class FileSource:
                 ) from error
 
     def bytes_per_second(self) -> float:
-        """How fast the disk gives the first block, which is first dropped from the page cache."""
-        index, file = next(iter(self._files.items()))
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        """How fast the disk gives a block that is not in the page cache."""
+        index = next(iter(self._files))
+        self.drop_from_page_cache()
         size = sum(place.size for _, place in self._places[index])
         buffer = torch.empty(max(place.offset + place.size for _, place in self._places[index]), dtype=torch.uint8)
         began = time.perf_counter()
         self._fill(index, buffer)
         return size / (time.perf_counter() - began)
+
+    def drop_from_page_cache(self) -> None:
+        """The next reads go to the disk."""
+        for file in self._files.values():
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         for file in self._files.values():
