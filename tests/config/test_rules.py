@@ -188,6 +188,14 @@ def test_tiles_are_a_number_or_auto(tiles):
     assert broken(("model.mlp_tiles", "auto")) == broken(("model.mlp_tiles", 8)) == []
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "liger"])
+def test_tiles_need_the_trainers_own_mlp(kernels):
+    words = (f"kernels={kernels}", "adapter.fused=false")
+    assert broken(words=words) == []
+    (problem,) = broken(("model.mlp_tiles", "auto"), words=words)
+    assert "model.mlp_tiles=1 or kernels=torch" in problem
+
+
 @pytest.mark.parametrize("policy", options("checkpointing"))
 def test_only_inputs_of_recomputed_blocks_can_be_moved(policy):
     problems = broken(("checkpointing", configuration(f"checkpointing={policy}").checkpointing), words=(ACTIVATIONS,))

@@ -170,8 +170,8 @@ def longest_row(device: torch.device, rate: float, deadline: float, dry: bool) -
         words += [*SMALL, f"{A}num_hidden_layers=4", "data.max_length=512", "train.micro_batch_tokens=512"]
     config = compose(words).config
     planner = Planner(config)
-    tokens = config.train.micro_batch_tokens
-    while not dry and tokens * work(planner, planner.policy) / (EFFICIENCY * rate) > 0.6 * (deadline - time.perf_counter()):
+    tokens, left = config.train.micro_batch_tokens, deadline - time.perf_counter()
+    while not dry and tokens * work(planner, planner.policy) / (EFFICIENCY * rate) > 0.6 * left:
         tokens //= 2
     row: dict[str, Any] = {"longest_row": tokens}
     run = Run(config, device)

@@ -144,6 +144,11 @@ def _kernels(config: Config) -> list[str]:
         problems.append(
             "kernels=compiled and kernels=liger take the place of the trainer's own functions: add adapter.fused=false"
         )
+    if not isinstance(config.kernels, Torch) and config.model.mlp_tiles != 1:
+        problems.append(
+            "kernels=compiled and kernels=liger bring an MLP of their own, which does not run in pieces: use "
+            "model.mlp_tiles=1 or kernels=torch"
+        )
     if not isinstance(config.kernels, Compiled):
         return problems
     if isinstance(config.checkpointing, (Attention, Selective)):
