@@ -198,7 +198,7 @@ class Model:
         except torch.OutOfMemoryError as error:
             row["out_of_memory"] = str(error).splitlines()[0]
         else:
-            recomputed = recomputed_share(config.checkpointing, planner.depth)
+            recomputed = recomputed_share(planner, config.checkpointing)
             row |= {"seconds": seconds, "tokens_per_second": length / seconds, **syncs}
             row["mfu"] = count.flops(host) / seconds / rate
             row["roof_share"] = count.step_flops(host, recomputed) / seconds / rate

@@ -266,3 +266,12 @@ def test_an_allocators_failure_says_what_to_change(job, tmp_path, monkeypatch):
     assert "train.micro_batch_tokens=64 data.max_length=64 train.accumulation_steps=4" in message
     assert "step-0000000" in message
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_training_imports_no_library_that_only_some_runs_use():
+    """Each costs every start tenths of a second or more; what needs one imports it itself."""
+    names = ("pandas", "scipy", "sklearn", "matplotlib", "datasets", "wandb", "tensorboard")
+    code = f"import sys, trainer.run.train; print([name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
