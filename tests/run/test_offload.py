@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.support import metrics, train_here
 from trainer.config.saved import load_run
 from trainer.errors import ConfigError, ModelError, StorageError
+from trainer.export.reload import load_trained
 from trainer.model.offload import sources
 from trainer.run.train import run_training
 from trainer.training.checkpoint import Checkpoints
@@ -48,6 +49,10 @@ def test_a_run_is_bit_equal_to_the_resident_one(offload, weights, job, tmp_path)
     assert same_adapter(tmp_path / "streamed", tmp_path / "resident")
     configs = [(tmp_path / name / "adapter" / "adapter_config.json").read_text() for name in ("resident", "streamed")]
     assert configs[0] == configs[1]
+    if weights == "pretrained":
+        folders = [tmp_path / name for name in ("resident", "streamed")]
+        answers = [load_trained(load_run(f), f).answer([{"role": "user", "content": "Hi"}], 12) for f in folders]
+        assert answers[0] == answers[1]
     row = metrics(tmp_path / "streamed", "offload")[-1]
     assert row["step"] == 4 and row["blocks"] > 0 and 0 <= row["hidden_share"] <= 1
 
@@ -110,6 +115,14 @@ def test_host_memory_that_is_too_small_is_said_before_weights_are_read(job, tmp_
 def test_a_module_that_trains_whole_cannot_be_streamed(job, tmp_path):
     with pytest.raises(ModelError, match=r"adapter.modules_to_save=\['up_proj'\].*offload=none"):
         train_here([*job, "offload=base_disk", "adapter.modules_to_save=[up_proj]"], tmp_path / "run")
+
+
+def test_moved_inputs_change_no_number(job, tmp_path, capsys):
+    train_here([*job, *DEEP], tmp_path / "kept")
+    train_here([*job, *DEEP, "offload=activations"], tmp_path / "moved")
+    assert numbers(tmp_path / "moved") == numbers(tmp_path / "kept")
+    assert same_adapter(tmp_path / "moved", tmp_path / "kept")
+    assert "GiB of block inputs in host memory" in capsys.readouterr().out
 
 
 def test_an_embedding_that_trains_whole_can(job, tmp_path):

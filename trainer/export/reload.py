@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import peft
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from trainer.config.saved import Run
+from trainer.config.schema import Config
 from trainer.data.chat import Encoder
 from trainer.data.formats import BadRow, Message
 from trainer.data.options import TrainOn
 from trainer.errors import DataError, ModelError
 from trainer.export.generate import Say, answer, answer_many
+from trainer.memory.plan import Planner
 from trainer.model.load import load_base, load_config
 from trainer.model.new_tokens import grow
+from trainer.model.offload.load import streamed_base
 from trainer.model.options import Weights
 from trainer.model.precision import Dtypes
 from trainer.run.session import find_device
@@ -63,6 +67,16 @@ class Trained:
             )
 
 
+def _base(config: Config, dtypes: Dtypes, device: torch.device) -> PreTrainedModel:
+    """The frozen base, streamed where the run streamed it: else it would not fit."""
+    model_config = load_config(config.model)
+    what = (config.model, model_config, config.quant, dtypes, device, "sdpa")
+    if not config.offload.streams:
+        return load_base(*what)
+    needed = Planner(config, model_config, dtypes=dtypes).static.streamed
+    return streamed_base(*what, config.offload.source(device, needed))[0]
+
+
 def load_trained(run: Run, folder: Path) -> Trained:
     """The result in a run folder. Raises ModelError where the run has none."""
     config = run.config
@@ -80,7 +94,7 @@ def load_trained(run: Run, folder: Path) -> Trained:
     if result.name == "adapter":
         if config.model.weights is Weights.random:
             raise ModelError(f"run={folder}: its base was random weights, which are not kept; it cannot answer.")
-        base = load_base(config.model, load_config(config.model), config.quant, dtypes, device, "sdpa")
+        base = _base(config, dtypes, device)
         # The adapter holds the rows of new tokens and not the tables around them.
         grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
         peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base

@@ -32,6 +32,15 @@ def say_where(screen: Screen, stream: Stream, plan: RunMemory) -> None:
     screen.say(words)
 
 
+def say_inputs(screen: Screen, plan: RunMemory, device_type: str) -> None:
+    """At the start: what of the blocks' inputs is in host memory."""
+    size = plan.planner.moved_inputs(plan.policy)
+    words = f"offload: {size / GIB:.3f} GiB of block inputs in host memory, moved there and back each micro-batch"
+    if device_type == "cpu":
+        words += "; on a CPU from memory to memory, which saves nothing: for trying only"
+    screen.say(words)
+
+
 def report(screen: Screen, metrics: Metrics, stream: Stream, step: int, seconds: float) -> None:
     """What was moved since the beginning, and whether the computation hid it; `seconds` went by in steps."""
     hidden, copies = stream.copies.hidden_share(), stream.copies

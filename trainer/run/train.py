@@ -129,6 +129,8 @@ class TrainingRun:
         start_table(self.screen, self.run, ready, self.folder.path, memory, self._where())
         if ready.stream is not None:
             streaming.say_where(self.screen, ready.stream, prepared.plan)
+        if prepared.plan.policy.moves_inputs:
+            streaming.say_inputs(self.screen, prepared.plan, prepared.device.type)
         if beginning.checkpoint is not None:
             self.screen.say(f"resumed at step {self.state.step} from {beginning.checkpoint.name}", style="green")
             self.metrics.write("resumed", step=self.state.step)
