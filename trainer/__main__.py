@@ -29,8 +29,8 @@ def main() -> int:
     # A waiting OpenMP thread spins by default: beside any other busy process every operation then takes a time slice,
     # measured 13 times slower. Read when torch loads, so it is set before.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # On a CPU, oneDNN and torch's layer over it keep 1,024 compiled primitives each. Packed rows come in as many shapes,
-    # so bf16 runs filled both: 0.31 GiB at the quickstart's peak against 0.05 with 64, and a fifth more CPU time.
+    # On a CPU oneDNN and torch's layer over it keep 1,024 compiled primitives each. Packed rows come in many shapes:
+    # bf16 filled both. 0.31 GiB at the quickstart's peak against 0.05 with 64, and a fifth more CPU time.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     signal.signal(signal.SIGTERM, _terminated)
