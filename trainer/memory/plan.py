@@ -135,7 +135,11 @@ class Planner:
 
     def elsewhere(self, policy: Checkpointing, tokens: int | None = None) -> int:
         """Bytes that lie in host memory or on disk and come to the device when they are used."""
-        return self.static.streamed + self.moved_inputs(policy, tokens)
+        inputs = self.moved_inputs(policy, tokens)
+        if inputs and self.device_type == "cuda":  # torch's allocator of pinned memory rounds each up to a power of two
+            size = self.input_bytes(tokens)
+            inputs = inputs // size * 2 ** (size - 1).bit_length()
+        return self.static.streamed + inputs
 
     @cached_property
     def host_limit(self) -> int | None:

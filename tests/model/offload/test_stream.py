@@ -119,6 +119,15 @@ def test_blocks_read_from_files(quant, policy, tmp_path):
     stream.close()
 
 
+def test_blocks_that_lie_across_slabs_of_host_memory(monkeypatch):
+    monkeypatch.setattr(HostSource, "SLAB", 10_000)  # a block is about three of them
+    expected = steps(adapted(resident("nf4"), True), option("checkpointing", "full"))
+    base, stream = streamed("nf4", HostSource(CPU), Latest())
+    assert len(stream.source._slabs) == -(-sum(block.size for block in stream.blocks) // 10_000) > DEPTH
+    assert_bit_equal(expected, steps(adapted(base, True), option("checkpointing", "full")))
+    stream.close()
+
+
 def held_bytes(base) -> int:
     """Bytes of the storages that the linear layers of the blocks use."""
     storages = {}

@@ -63,6 +63,8 @@ class Block:
     index: int
     linears: list[torch.nn.Module]
     places: list[Place]
+    absent: list[torch.Tensor] = field(default_factory=list, repr=False)
+    """what stands for each tensor while it is away, made once"""
 
     @property
     def size(self) -> int:
@@ -78,8 +80,10 @@ class Block:
             place.put(place.view(buffer))
 
     def unbind(self, device: torch.device) -> None:
-        for place in self.places:
-            place.put(place.absent(device))
+        if not self.absent:
+            self.absent.extend(place.absent(device) for place in self.places)
+        for place, tensor in zip(self.places, self.absent, strict=True):
+            place.put(tensor)
 
 
 def streamed_block(index: int, linears: dict[str, torch.nn.Module]) -> Block:
