@@ -84,20 +84,23 @@ def test_a_snapshot_on_a_cpu_names_the_lines_that_hold_the_most(base_overrides, 
 
 @pytest.mark.slow
 def test_500_steps_leave_nothing_behind(base_overrides, tmp_path, monkeypatch):
-    """G1: the number and bytes of living tensors after step 500 are those after step 50."""
+    """G1: number and bytes of living tensors are after 490 steps what they were after 50, but for a batch that is
+    prepared ahead or not. A tensor a step would be 440."""
     counts = {}
 
     class Counting(train.Watch):
         def after_step(self, state, grad_norm):
             super().after_step(state, grad_norm)
-            if state.step in (50, 500):
+            if state.step in range(50, 55) or state.step in range(490, 495):
                 gc.collect()
                 tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
                 counts[state.step] = (len(tensors), sum(t.numel() * t.element_size() for t in tensors))
 
     monkeypatch.setattr(train, "Watch", Counting)
     train_here([*base_overrides, "train.max_steps=500", "train.accumulation_steps=1", "train.log_every=50"], tmp_path)
-    assert counts[50] == counts[500]
+    early, late = ([counts[step] for step in range(begin, begin + 5)] for begin in (50, 490))
+    for before, after, batch in zip(map(max, zip(*early)), map(max, zip(*late)), (10, 2**14), strict=True):
+        assert abs(after - before) <= batch
 
 
 def test_auto_trains_within_its_budget(base_overrides, tmp_path):
