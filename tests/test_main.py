@@ -190,3 +190,17 @@ def test_the_reader_may_leave_early(tmp_path):
         timeout=60,
     )
     assert done.stdout.startswith("trainer: fine-tunes") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("module", "code"), [("rich", 2), ("trainer.lost", None)])
+def test_a_python_without_the_libraries_is_told_where_they_are(module, code, monkeypatch, capsys):
+    """Only a library of others: a module of ours that is missing is a bug."""
+    monkeypatch.setattr(sys, "argv", ["trainer", "doctor"])
+
+    def missing(words):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(program, "dispatch", missing)
+    assert program.main() == (1 if code is None else code)
+    err = capsys.readouterr().err
+    assert ("./launch.sh takes the same words" in err) is (code == 2) and ("Traceback" in err) is (code is None)

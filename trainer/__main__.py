@@ -45,7 +45,11 @@ def main() -> int:
         return 130
     except BrokenPipeError:
         return 141
-    except Exception:
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and missing.split(".")[0] != "trainer":
+            where = "./launch.sh takes the same words and runs them in its environment (source .venv/bin/activate)"
+            return report(ConfigError(f"this Python ({sys.executable}) has no {missing}: {where}"), debug)
         traceback.print_exc()
         print("trainer: this is a bug, not your mistake: please report it with the lines above", file=sys.stderr)
         return 1

@@ -177,10 +177,9 @@ def test_the_disk_of_the_hubs_cache_is_looked_at_before_it_exists(free_gib, stat
     assert (f"{free_gib:.1f} GiB free" in row.found) and (("HF_HOME" in row.fix) == (state != OK))
 
 
-def test_the_cpus_speed_is_what_precision_auto_follows(monkeypatch):
-    for speedup, dtype in ((1.4, torch.float32), (1.6, torch.bfloat16)):
-        monkeypatch.setattr(precision, "cpu_speedup", lambda speedup=speedup: speedup)
-        name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+def test_the_cpus_instructions_are_what_precision_auto_follows(monkeypatch):
+    for there, name in ((False, "fp32"), (True, "bf16")):
+        monkeypatch.setattr(precision, "cpu_has_bf16", lambda there=there: there)
         assert examine("CPU", CHECKS["CPU"])[1].found.endswith(f"picks {name}")
 
 

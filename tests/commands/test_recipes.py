@@ -36,7 +36,8 @@ def test_the_users_recipes_are_there_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/mine.yaml").write_text(
-        "# Mine: all of it.\n#\n# Base: my own 7B (a folder).\n# Method: LoRA, r=4.\n# Memory: 5.5 GiB with 1,024-token rows; no less.\n"
+        "# Mine: all of it.\n#\n# Base: my own 7B (a folder).\n# Method: LoRA, r=4.\n"
+        "# Memory: 5.5 GiB with 1,024-token rows; no less.\n"
     )
     (tmp_path / "recipes/bare.yaml").write_text("seed: 1\n")
     (tmp_path / "recipes/broken.yaml").write_text("# Broken.\nseed: [1\n")

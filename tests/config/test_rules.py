@@ -29,7 +29,6 @@ EDGES = {
     "adapter.alpha": ([0.0, -1.0, INF, NAN], [0.1, 64.0]),
     "adapter.dropout": ([-0.1, 1.0, NAN], [0.0, 0.99]),
     "checkpointing.k": ([0, -1], [1, 4]),
-    "precision.min_speedup": ([0.0, -1.0, INF, NAN], [0.5, 2.0]),
     "optim.learning_rate": ([0.0, -1e-4, 2e4, INF, NAN], [1e-12, 1.0, 1000.0]),
     "optim.weight_decay": ([-0.1, INF, NAN], [0.0, 0.1]),
     "optim.betas": ([[0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.99, 0.999], [], [0.9, NAN]], [[0.0, 0.0], [0.9, 0.95]]),

@@ -1,6 +1,8 @@
-"""The dtypes of a run: what each option gives, and that auto follows the measured speed."""
+"""The dtypes of a run: what each option gives, and that auto follows what the device has."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +24,24 @@ def test_a_named_precision_is_what_it_says(name, dtype):
     assert (a @ a).dtype is torch.float32
 
 
-@pytest.mark.parametrize(("speedup", "dtype"), [(1.4, torch.float32), (1.5, torch.bfloat16), (8.0, torch.bfloat16)])
-def test_auto_takes_bf16_on_a_cpu_only_where_it_is_faster(speedup, dtype, monkeypatch):
-    seconds = {torch.float32: speedup, torch.bfloat16: 1.0}
-    monkeypatch.setattr(module, "_matmul_seconds", seconds.__getitem__)
-    assert option("precision", "auto", min_speedup=1.5).build(CPU).compute is dtype
+@pytest.mark.parametrize(
+    ("found", "dtype"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
+        ({"avx512_bf16": False, "amx_bf16": True}, torch.bfloat16),
+        ({"avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_auto_takes_bf16_on_a_cpu_with_instructions_for_it(found, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert option("precision", "auto").build(CPU).compute is dtype
+
+
+def test_what_the_cpu_says_is_what_the_kernel_says():
+    """The oracle: /proc/cpuinfo."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert module.cpu_has_bf16() is any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def test_a_gpu_without_bf16_is_refused_by_name_and_passed_over_by_auto(monkeypatch):

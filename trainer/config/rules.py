@@ -42,7 +42,6 @@ RANGES: dict[str, Check] = {
     "adapter.r": AT_LEAST_1,
     "adapter.alpha": POSITIVE,
     "adapter.dropout": SHARE,
-    "precision.min_speedup": POSITIVE,
     "optim.learning_rate": (lambda v: 0 < v <= 1000, "must be above 0 and at most 1000: 2e-4, not 2e4"),
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.betas": DECAYS,

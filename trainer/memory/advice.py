@@ -77,10 +77,13 @@ def _held(situation: Situation) -> str:
 
 
 def _ways(plan: RunMemory) -> list[str]:
-    """Changes that free memory, those that take the least away first."""
+    """Changes that free memory, those that take the least away first; of each key the value that frees most."""
     needed = plan.planner.needed(plan.prediction)
-    freeing = [row for row in whatif.rows(plan.planner) if row.needed < needed]
-    freeing.sort(key=lambda row: (row.effort, row.needed))
+    best: dict[str, whatif.Row] = {}
+    for row in sorted(whatif.rows(plan.planner), key=lambda row: row.needed):
+        if row.needed < needed:
+            best.setdefault(row.change.partition("=")[0], row)
+    freeing = sorted(best.values(), key=lambda row: (row.effort, row.needed))
     if not freeing:
         return ["  no change known here frees memory: a smaller model, or a larger card"]
     lines = ["  ways out, the smallest first, with what each frees:"]

@@ -1,6 +1,7 @@
 """Options of the group `checkpointing`: which activations are kept for backward and which are computed again.
 
-d: hidden size. Kept bytes are a token and block in d-vectors; what each policy keeps: conf/checkpointing/selective.yaml.
+d: hidden size. Kept bytes are a token and block in d-vectors; what each policy keeps stands in
+conf/checkpointing/selective.yaml.
 """
 
 from __future__ import annotations

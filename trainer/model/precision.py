@@ -5,7 +5,6 @@ Trainable parameters are fp32 masters whatever is chosen here; autocast casts th
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -72,35 +71,19 @@ class BF16(Precision):
 @option("precision", "auto")
 @dataclass
 class Auto(Precision):
-    """bf16 where the device computes it faster than fp32, fp32 elsewhere."""
-
-    min_speedup: float
-    """bf16 is chosen on a CPU only if its matrix product is this many times as fast as fp32's"""
+    """bf16 where the device has instructions for it, fp32 elsewhere: the same answer at every start of a run."""
 
     def build(self, device):
         import torch
 
-        if device.type == "cuda":
-            supported = torch.cuda.is_bf16_supported(including_emulation=False)
-            return Dtypes(torch.bfloat16 if supported else torch.float32, "cuda")
-        return Dtypes(torch.bfloat16 if cpu_speedup() >= self.min_speedup else torch.float32, "cpu")
+        supported = cpu_has_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
+        return Dtypes(torch.bfloat16 if supported else torch.float32, device.type)
 
 
-def cpu_speedup() -> float:
-    """How many times as fast as fp32 this CPU multiplies in bf16."""
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies matrices in bf16 (AVX512-BF16, AMX, and Arm's). Without, bf16 is 6-10 times slower
+    than fp32. It is asked, not timed: a time on a busy machine comes out differently at a resume."""
     import torch
 
-    return _matmul_seconds(torch.float32) / _matmul_seconds(torch.bfloat16)
-
-
-def _matmul_seconds(dtype: torch.dtype) -> float:
-    """CPU seconds of a 512 x 512 x 512 product, best of five: without bf16 instructions it is 6-10 times slower."""
-    import torch
-
-    a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(there for name, there in found.items() if name.endswith("bf16"))

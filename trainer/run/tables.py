@@ -82,7 +82,8 @@ def _data(data: Data, prepared: Prepared) -> list[tuple[str, str]]:
             "is not known"
         )
     kept = prepared.held_out
-    return [*lines, ("", f"{total}; " + (f"{len(kept):,} held out" if kept is not None else "none held out"))]
+    label = "" if data.eval_path is None else "in all"  # the line before is of the held-out file then
+    return [*lines, (label, f"{total}; " + (f"{len(kept):,} held out" if kept is not None else "none held out"))]
 
 
 def end_table(

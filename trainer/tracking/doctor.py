@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from trainer.resources import shipped
 from trainer.units import GIB
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -182,18 +181,15 @@ def compilers() -> Iterator[Row]:
 def cpu() -> Iterator[Row]:
     import psutil
     import torch
-    import yaml
 
-    from trainer.model.precision import cpu_speedup
+    from trainer.model.precision import cpu_has_bf16
 
     memory = psutil.virtual_memory()
     found = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used; "
     found += f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
     yield Row("CPU", OK, found)
-    needed = yaml.safe_load((shipped("conf") / "precision" / "auto.yaml").read_text(encoding="utf-8"))["min_speedup"]
-    speedup = cpu_speedup()
-    chosen = "bf16" if speedup >= needed else "fp32"
-    yield Row("CPU bf16", OK, f"{speedup:.2g} times as fast as fp32: on this CPU precision=auto picks {chosen}")
+    found = "instructions for it: precision=auto picks bf16" if cpu_has_bf16() else "no: precision=auto picks fp32"
+    yield Row("CPU bf16", OK, found)
 
 
 def disk() -> Iterator[Row]:
