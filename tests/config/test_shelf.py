@@ -2,6 +2,7 @@
 
 import pytest
 
+from trainer.config.compose import compose
 from trainer.config.schema import SECTIONS
 from trainer.config.shelf import CONF, Recipe, default_choices, option_values, options, recipes, schema_of
 from trainer.errors import ConfigError
@@ -97,3 +98,16 @@ def test_the_default_of_each_section_is_an_option_of_it():
 def test_an_options_schema_and_values():
     assert schema_of("optim", "adamw_8bit") is AdamW8bit
     assert option_values("loss", "chunked") == {"chunk_tokens": 256}
+
+
+def test_a_recipe_that_cannot_be_read_spoils_no_other(shelf):
+    (shelf / "dangling.yaml").symlink_to(shelf / "nowhere")
+    (shelf / "folder.yaml").mkdir()
+    recipe(shelf, "a: &a [*a]", name="cyclic")
+    assert recipes()["dangling"].comment == ["Cannot be read: No such file or directory."]
+    assert recipes()["folder"].comment == ["Cannot be read: Is a directory."]
+    with pytest.raises(ConfigError, match=r"cyclic.yaml: holds itself"):
+        recipes()["cyclic"].tree()
+    assert compose(["recipe=quickstart"]).config.recipe == "quickstart"
+    with pytest.raises(ConfigError, match=r"cyclic.yaml: holds itself"):
+        compose(["recipe=cyclic"])

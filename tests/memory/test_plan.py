@@ -15,7 +15,7 @@ import pytest
 from trainer.commands import plan as command
 from trainer.config.compose import compose
 from trainer.config.shelf import recipes
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StorageError
 from trainer.memory import whatif
 from trainer.memory.plan import GIB, Planner, largest_shape
 from trainer.memory.predict import Moment
@@ -152,3 +152,9 @@ def test_a_hub_model_is_planned_from_the_recipes_block_without_a_connection():
     block = Planner(compose(["recipe=qlora_llama3_8b", "model.weights=random"]).config)
     assert hub.model_config.hidden_size == 4096 and hub.model_config.num_hidden_layers == 32
     assert sum(p.numel() for p in hub.skeleton.parameters()) == sum(p.numel() for p in block.skeleton.parameters())
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"output_dir=.*the plan cannot be written: Not a directory"):
+        command.run(["recipe=quickstart", f"output_dir={tmp_path}/file/plan"])

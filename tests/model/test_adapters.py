@@ -103,6 +103,16 @@ def test_modules_to_save_must_exist_and_train_whole():
     assert any("embed_tokens" in name for name in trained)
 
 
+@pytest.mark.parametrize("quant", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("ending", ["down_proj", "mlp"])
+def test_what_is_quantised_cannot_train_whole(quant, ending):
+    model = llama()
+    with pytest.raises(ModelError, match=f"modules_to_save=.'{ending}'.*use quant=none"):
+        option("quant", quant).check(model, lora(modules_to_save=[ending, "embed_tokens"]))
+    option("quant", quant).check(model, lora(modules_to_save=["embed_tokens", "norm"]))
+    option("quant", "none").check(model, lora(modules_to_save=[ending]))
+
+
 def test_trainables_are_fp32_over_a_bf16_base_and_nothing_else_trains():
     base = llama().to(torch.bfloat16)
     adapted = lora().attach(base)

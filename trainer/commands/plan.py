@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trainer.config.compose import compose
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StorageError
 
 HELP = """trainer plan [key=value ...] [explain=true]
 
@@ -35,15 +35,19 @@ def run(words: list[str]) -> int:
     quiet_libraries(screen)
     planner = Planner(config)
     config.adapter.check(planner.skeleton)
+    config.quant.check(planner.skeleton, config.adapter)
     plan = full_plan(planner)
     show(screen, plan, config.recipe)
     if explain:
         show_explanation(screen, planner)
     if wanted:
         folder = Path(config.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
-        (folder / "plan.svg").write_text(bar_chart(plan, f"{config.recipe}: memory at the peak"), encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+            (folder / "plan.svg").write_text(bar_chart(plan, f"{config.recipe}: memory at the peak"), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"output_dir={folder}: the plan cannot be written: {error.strerror}.") from None
         screen.say(f"written: {folder / 'plan.json'}, {folder / 'plan.svg'}")
     return 0
 

@@ -30,7 +30,11 @@ class Recipe:
     def comment(self) -> list[str]:
         """Lines of the head comment."""
         lines = []
-        for line in self.file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            text = self.file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            return [f"Cannot be read: {error.strerror}."]
+        for line in text.splitlines():
             if not line.startswith("#"):
                 break
             if not line.startswith("# @package"):
@@ -48,6 +52,8 @@ class Recipe:
             raise ConfigError(f"{self.file}{line}: not YAML: {error.problem}.") from None
         except (yaml.YAMLError, OSError) as error:
             raise ConfigError(f"{self.file}: not YAML: {error}.") from None
+        except RecursionError:
+            raise ConfigError(f"{self.file}: holds itself (an alias within its own anchor).") from None
         if not isinstance(tree, dict):
             raise ConfigError(f"{self.file}: a recipe is a mapping of keys to values.")
         return tree

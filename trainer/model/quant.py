@@ -9,11 +9,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.errors import ModelError
 from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig
+
+    from trainer.model.adapters import Adapter
 
 
 @dataclass
@@ -28,11 +31,27 @@ class Quant(ABC):
     def linear(self, linear: torch.nn.Linear, compute_dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         """The quantised twin of one linear layer, on `device`; used where weights are made, not loaded."""
 
+    def check(self, model: torch.nn.Module, adapter: Adapter) -> None:
+        """Raises ModelError where the adapter trains a layer whole whose weights have too few bits to train."""
+        from trainer.model.adapters import decoder_linears
+
+        saved = getattr(adapter, "modules_to_save", [])
+        names = [f".{name}." for name in decoder_linears(model)]
+        whole = sorted({ending for ending in saved for name in names if f".{ending}." in name})
+        if whole:
+            raise ModelError(
+                f"adapter.modules_to_save={whole}: trains layers whole that this run quantises, and a quantised weight "
+                "has no gradient. Leave them out (LoRA trains beside them), or use quant=none."
+            )
+
 
 @option("quant", "none")
 @dataclass
 class NoQuant(Quant):
     """Weights stay in the dtype of `precision`."""
+
+    def check(self, model, adapter):
+        pass
 
     def config(self, compute_dtype):
         return None
