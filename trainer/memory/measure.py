@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import resource
 import sys
 import threading
@@ -87,6 +88,7 @@ class Memory:
         self.device = device
         self._mallinfo2 = _mallinfo2() if device.type == "cpu" else None
         self._peak = 0
+        gc.collect()  # what an earlier run in this process left would go in the middle of this one
         self.baseline = _held(self._mallinfo2) if device.type == "cpu" else 0
         """bytes held on a CPU before the run, by libraries and Python itself"""
         self.stages: dict[str, Stage] = {}
