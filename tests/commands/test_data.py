@@ -84,7 +84,8 @@ def test_show_must_be_a_number(tiny, chats):
 
 
 def test_of_a_stream_the_first_window_is_audited_and_the_rest_is_unknown(tiny, rows, tmp_path, capsys):
-    stream = ["data.streaming=true", "data.streaming_window=5", "train.max_steps=3", "show=1"]
+    """Without train.max_steps, and with data.eval_fraction: what training would need, an audit does not."""
+    stream = ["data.streaming=true", "data.streaming_window=5", "data.eval_fraction=0.1", "show=1"]
     assert run(words(tiny, rows, *stream, f"output_dir={tmp_path}")) == 0
     report = json.loads((tmp_path / "data_report.json").read_text())
     assert set(report) == KEYS and report["train"] is None and report["first_epoch"] is None

@@ -79,11 +79,11 @@ def with_value(config: Config, key: str, value) -> Config:
     return replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
 
-def broken(*changes: tuple[str, object], words: tuple[str, ...] = ()) -> list[str]:
+def broken(*changes: tuple[str, object], words: tuple[str, ...] = (), trains: bool = True) -> list[str]:
     config = configuration(*words)
     for key, value in changes:
         config = with_value(config, key, value)
-    return broken_rules(config)
+    return broken_rules(config, trains)
 
 
 def test_every_range_has_its_edges_here():
@@ -148,6 +148,8 @@ def test_a_stream_needs_an_end_and_what_is_held_out_beside_it():
     streaming, steps = ("data.streaming", True), ("train.max_steps", 100)
     both = broken(streaming, ("train.max_steps", None), ("data.eval_fraction", 0.1))
     assert len(both) == 2 and "needs train.max_steps" in both[0] and "data.eval_fraction=0.1" in both[1]
+    bare = (streaming, ("train.max_steps", None), ("data.eval_fraction", 0.1), ("train.epochs", 0))
+    assert broken(*bare, trains=False) == ["train.epochs=0: must be 1 or more"]  # an audit reads one window
     assert broken(streaming, steps, ("data.eval_fraction", 0.0)) == []
     assert broken(streaming, steps, ("data.eval_fraction", 0.1), ("data.eval_path", "held_out.jsonl")) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.config.compose import compose
@@ -11,7 +12,7 @@ HELP = """trainer data [key=value ...] [show=N] [output_dir=DIR]
 
 Audits the data as it would be trained on: rows read, used and dropped with the reason and the place of the first few,
 tokens and targets, lengths, truncation, repetitions, end tokens, an epoch's size. Takes the settings of train.
-Of data.streaming=true it audits the first window, for no more is read.
+Of data.streaming=true it audits the first window, for no more is read; train.max_steps may be left out here.
 show=N prints N samples; what is trained on stands in ⟦ ⟧ and in colour.
 output_dir=DIR also writes DIR/data_report.json.
 """
@@ -30,7 +31,7 @@ def run(words: list[str]) -> int:
             count = int(value)
         else:
             settings.append(word)
-    composed = compose(settings)
+    composed = compose(settings, trains=False)
     wanted = any(word.lstrip("+").startswith("output_dir=") for word in settings)
     config = composed.config
 
@@ -51,7 +52,8 @@ def run(words: list[str]) -> int:
     loaded = read_data(config.data, config.seed, tokenizer)
     if config.data.streaming:
         stream = RowStream(config.data, tokenizer, lambda window: None)  # thresholds are reported, and stop at the end
-        steps = StreamedSteps(stream, config.packing, config.train, config.seed, pin=False)
+        one_step = replace(config.train, max_steps=1)  # lies in the first window, so no other is read
+        steps = StreamedSteps(stream, config.packing, one_step, config.seed, pin=False)
         loaded.counts[:0] = steps.first.counts
     else:
         steps = TrainingSteps(loaded.train_set, config.packing, config.train, config.seed)

@@ -59,13 +59,13 @@ def register() -> None:
         store.store(group="recipe", name=recipe.name, node=node, package="_global_")
 
 
-def compose(words: list[str]) -> Run:
-    """The run that these overrides describe. Raises ConfigError with all mistakes."""
+def compose(words: list[str], trains: bool = True) -> Run:
+    """The run that these overrides describe; `trains`: it is to be trained. Raises ConfigError with all mistakes."""
     overrides = without_null_picks(parse(words))
     check(overrides)
     with composing([o.input_line for o in overrides]) as composed:
         run = to_run(composed, words)
-    _check_rules([run.config])
+    _check_rules([run.config], trains)
     return run
 
 
@@ -125,12 +125,12 @@ def _check_each(trials: list[list[str]]) -> None:
         raise ConfigError(listing(list(dict.fromkeys(problems))))
 
 
-def _check_rules(configs: Iterable[Config]) -> None:
+def _check_rules(configs: Iterable[Config], trains: bool = True) -> None:
     """Raises ConfigError with the rules that the configurations break, and which do where not all do."""
     broken: dict[str, list[str]] = {}
     count = 0
     for count, config in enumerate(configs, start=1):
-        for problem in broken_rules(config):
+        for problem in broken_rules(config, trains):
             broken.setdefault(problem, []).append(str(count - 1))
     problems = [p if len(n) == count else f"{p} (trial {', '.join(n)})" for p, n in broken.items()]
     if problems:

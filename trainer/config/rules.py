@@ -69,9 +69,10 @@ RANGES: dict[str, Check] = {
 }
 
 
-def broken_rules(config: Config) -> list[str]:
-    """Every rule that this configuration breaks, in a user's words."""
-    return _ranges(config) + _across(config)
+def broken_rules(config: Config, trains: bool = True) -> list[str]:
+    """Every rule that this configuration breaks, in a user's words; those of training only where it `trains`."""
+    problems = _ranges(config) + _across(config)
+    return problems + _streaming(config) if trains and config.data.streaming else problems
 
 
 def _ranges(config: Config) -> list[str]:
@@ -92,8 +93,6 @@ def _across(config: Config) -> list[str]:
     problems = []
     data, train, adapter = config.data, config.train, config.adapter
     problems += source_problems(data)
-    if data.streaming:
-        problems += _streaming(config)
     if config.model.path is None and config.model.weights is Weights.pretrained:
         problems.append("model.path is missing: give a local folder or a hub id")
     if config.model.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", config.model.revision or ""):
@@ -123,7 +122,7 @@ def _across(config: Config) -> list[str]:
 
 
 def _streaming(config: Config) -> list[str]:
-    """A stream's end is not known before it is read."""
+    """What training needs, since a stream's end is not known before it is read."""
     problems = []
     if config.train.max_steps is None:
         problems.append(

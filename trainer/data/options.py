@@ -92,8 +92,8 @@ class Data:
     max_duplicate_share: float
     """share of the samples that may be a repetition of an earlier one before the run stops, 0 to 1"""
     streaming: bool
-    """read, tokenise and pack rows as they are needed: nothing is kept, in memory or on disk. Needs train.max_steps,
-    and data.eval_path or eval_fraction=0"""
+    """read, tokenise and pack rows as they are needed: nothing is kept, in memory or on disk. Training
+    needs train.max_steps, and data.eval_path or eval_fraction=0"""
     streaming_window: int
     """usable samples of a stream that are shuffled and packed together; the thresholds hold for each window"""
     cache_dir: str | None
