@@ -25,14 +25,14 @@ class Position:
     steps_in_epoch: int | None
     """None: not known, since a stream has not come to its end"""
     share: float | None = None
-    """of the epoch that is behind after this step, where its steps are not known but its bytes are"""
+    """of the epoch that is behind after this step, by the bytes of a stream's files"""
 
     @property
     def epochs_done(self) -> float | None:
         """Epochs behind after this step, as the metrics show it; None: not known."""
-        if self.steps_in_epoch is not None:
-            return self.epoch + (self.index + 1) / self.steps_in_epoch
-        return None if self.share is None else self.epoch + self.share
+        if self.share is not None:
+            return self.epoch + self.share
+        return None if self.steps_in_epoch is None else self.epoch + (self.index + 1) / self.steps_in_epoch
 
 
 class TrainingSteps:

@@ -48,6 +48,8 @@ class Place:
     """samples of the piece that are taken already"""
     counted: bool = False
     """whether the piece's rows have been counted"""
+    share: float | None = 0.0
+    """of a pass that is behind; None where the files do not tell"""
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,15 @@ class _Reader:
             return self._start
         file, number, piece = self._at
         offset, line = (piece.offset, piece.first) if isinstance(piece, Lines) else (0, 1)
-        return Place(file, number, offset, line, self._used, True)
+        return Place(file, number, offset, line, self._used, True, self.share())
 
     def share(self) -> float | None:
         """Of a pass that is behind."""
-        if not self.files or self._block is None:
+        if not self.files or not all(map(_can_seek, self.files)):
             return None
+        if self._block is None:
+            return self._start.share
         file, _, piece = self._at
-        if not isinstance(piece, Lines) or not all(map(_can_seek, self.files)):
-            return None
         sizes = [f.path.stat().st_size for f in self.files]
         inside = len(piece.content) * self._used / max(1, len(self._block.lengths))
         return (sum(sizes[:file]) + piece.offset + inside) / sum(sizes)

@@ -144,18 +144,25 @@ class StreamedSteps(Ahead):
             self.index.close()
 
     def position(self, step: int) -> Position:
-        """Where a step (from 1) lies; how many steps its epoch has is known when the epoch's end has been read."""
+        """Where a step (from 1) lies, by the windows up to its last row: the same whatever has been read ahead.
+
+        So how many steps its epoch has is known of a step that takes rows of the epoch's last window.
+        """
         k = self._find(step)
-        entry = self.entries[k]
-        index = step - 1 - entry.steps_before
-        last = next((e for e in self.entries[k:] if e.ends_epoch), None)
-        if last is not None:
-            total = -(-(last.first_row + last.num_rows) // self.train.accumulation_steps)
-            return Position(entry.start.epoch, index, total)
-        return Position(entry.start.epoch, index, None, self._share(k, (index + 1) * self.train.accumulation_steps))
+        entry, per_step = self.entries[k], self.train.accumulation_steps
+        epoch, index = entry.start.epoch, step - 1 - entry.steps_before
+        row = (index + 1) * per_step
+        while row > entry.first_row + entry.num_rows and not entry.ends_epoch:
+            k += 1
+            if k == len(self.entries):
+                with self._lock:
+                    self._window(k)
+            entry = self.entries[k]
+        total = -(-(entry.first_row + entry.num_rows) // per_step) if entry.ends_epoch else None
+        return Position(epoch, index, total, self._share(k, row))
 
     def _share(self, k: int, row: int) -> float | None:
-        """Of an epoch that is behind after its first `row` rows, by what its windows say."""
+        """Of an epoch that is behind after its first `row` rows, the last of them in window k."""
         entry = self.entries[k]
         before = 0.0 if entry.first_row == 0 else self.entries[k - 1].share
         if entry.share is None or before is None:
