@@ -139,6 +139,16 @@ def mixture(tmp_path, sizes, weights, *words):
     return [f"data.sources=[{', '.join(sources)}]", "data.path=null", "data.streaming_window=8", *words]
 
 
+def test_the_share_of_a_mixture_is_the_same_from_any_window(tmp_path, monkeypatch):
+    """Also where a window has no sample of one source, whose file a new process has not opened."""
+    monkeypatch.setattr(rows_module, "PIECE_BYTES", 700)
+    words = mixture(tmp_path, [50, 6], [12, 1])
+    (windows,) = epochs(stream(*words), 1)
+    assert any({source_of(where) for where in window.tokens.places} == {0} for window in windows)
+    shares = [window.share for window in windows]
+    assert shares == [stream(*words).window(window.start).share for window in windows] == sorted(shares)
+
+
 def source_of(place: str) -> int:
     return int(place.rpartition("/")[2].partition(".")[0])
 
