@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ import pytest
 from tests.data.test_prefetch import assert_same
 from tests.data.test_stream import mixture, pairs, stream, write
 from tests.support import chat_rows, write_jsonl
+from trainer.data import marks as marks_module
 from trainer.data import rows as rows_module
 from trainer.data.packing import BestFit, NoPacking
 from trainer.data.streamed import Index, StreamedSteps
@@ -149,10 +151,8 @@ def test_an_index_that_cannot_be_used_costs_time_only(damage, words, tmp_path, o
 
 
 def test_rows_that_changed_inside_a_file_are_found(words, tmp_path, open_steps, monkeypatch):
-    """The identity looks at names, sizes and ends of files only; the windows' digests see the rest."""
-    from trainer.data import stream as stream_module
-
-    monkeypatch.setattr(stream_module, "END_BYTES", 10)
+    """Where an edit put the time of modification back, the windows' digests see it as far as they were read."""
+    monkeypatch.setattr(marks_module, "END_BYTES", 10)
     index = Index(tmp_path / "stream.jsonl")
     first = open_steps(*words, index=index)
     first.begin()
@@ -160,8 +160,9 @@ def test_rows_that_changed_inside_a_file_are_found(words, tmp_path, open_steps, 
         first.step(step)
     first.close()
     file = tmp_path / "rows.jsonl"
-    text = file.read_text()
+    text, before = file.read_text(), file.stat()
     file.write_text(text.replace("A ball", "A bull"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert len(file.read_text()) == len(text)
     with pytest.raises(StorageError, match="window 0 of the stream holds other samples"):
         open_steps(*words, index=Index(tmp_path / "stream.jsonl"), step=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,7 +17,10 @@ from tests.program import here
 from tests.run.test_resume import assert_equal_runs
 from tests.support import chat_rows, metrics, train_here, write_jsonl
 from trainer.config.compose import compose
+from trainer.data import marks as marks_module
 from trainer.data import rows as rows_module
+from trainer.data.marks import Mark
+from trainer.data.stream import RowStream
 from trainer.errors import StorageError
 
 
@@ -112,8 +116,46 @@ def test_other_rows_are_not_gone_on_with(job, tmp_path):
 
     assert in_child(killed) == -signal.SIGKILL
     write_jsonl(tmp_path / "0.jsonl", chat_rows(pairs(21)))
-    with pytest.raises(StorageError, match="the training data has changed"):
+    with pytest.raises(StorageError, match=r"the training data has changed since the run began: \S+/0.jsonl had"):
         train_here(job, run)
+
+
+def test_bytes_that_changed_inside_a_file_are_not_gone_on_with(job, tmp_path, capfd, monkeypatch):
+    """In a window that is not read yet, of the same size and away from both ends: only the time tells."""
+    monkeypatch.setattr(marks_module, "END_BYTES", 100)
+    run, file = tmp_path / "run", tmp_path / "1.jsonl"
+
+    def killed():
+        kill_after_step(4)
+        train_here([*job, "train.max_steps=9"], run)
+
+    assert in_child(killed) == -signal.SIGKILL
+    size, content = file.stat().st_size, bytearray(file.read_bytes())
+    mark = Mark.of(file)
+    copied = shutil.copytree(run, tmp_path / "copied")
+    assert b"1025 " in content[100:-100]  # a row of the second half
+    edited = content.replace(b"1025 ", b"9025 ")
+    file.write_bytes(edited)
+    after = Mark.of(file)
+    assert (after.num_bytes, after.ends) == (size, mark.ends) and edited != content
+    reads = []
+    original = RowStream.window
+    monkeypatch.setattr(RowStream, "window", lambda self, start: (reads.append(start), original(self, start))[1])
+    words = [*job, "train.max_steps=9", f"output_dir={run}"]
+    assert here(*words) == 5 and not reads
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"{file} was written again, {after.modified} instead of {mark.modified}" in said
+    assert "train.resume=force goes on with it" in said and "0.jsonl" not in said
+    assert here(*words, "train.resume=force") == 0
+    assert "resumed at step 3" in capfd.readouterr().out and metrics(run)[-1]["step"] == 9
+
+    other = [*job, "train.max_steps=9", f"output_dir={copied}"]
+    file.write_bytes(content)
+    assert here(*other) == 5
+    os.utime(file, ns=(mark.modified_ns, mark.modified_ns))  # as a copy that keeps times: another inode, another ctime
+    shutil.copy2(file, tmp_path / "moved")
+    (tmp_path / "moved").replace(file)
+    assert here(*other) == 0
 
 
 def test_what_a_stream_needs_is_said_at_once(base_overrides, chats, capsys):

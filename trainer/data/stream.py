@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -20,6 +19,7 @@ import numpy as np
 from trainer.data.cache import shape_hash
 from trainer.data.counts import Counts
 from trainer.data.files import DataFile, find_files, is_hub_id
+from trainer.data.marks import Mark
 from trainer.data.options import Data, MixBy, Source, Stop, training_sources
 from trainer.data.rows import Lines, Piece, in_pieces, read_again, read_pieces
 from trainer.data.tokenize import Tally
@@ -29,9 +29,6 @@ from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-END_BYTES = 1 << 16
-"""Bytes at both ends of a file that tell whether it is the same; a stream is not read twice to hash it."""
 
 
 @dataclass(frozen=True)
@@ -205,16 +202,17 @@ class RowStream:
         self.data, self.check = data, check
         self.sources = training_sources(data)
         workers = [Worker(source.data, source.path, tokenizer) for source in self.sources]
-        sizes = [file.path.stat().st_size for source in self.sources for file in _files(source)]
+        self.marks = {file.name: Mark.of(file.path) for source in self.sources for file in _files(source)}
+        size = sum(mark.num_bytes for mark in self.marks.values())
         from_hub = any(is_hub_id(source.path) for source in self.sources)
-        self._tokenisers = Tokenisers(workers, num_processes(data.workers, sys.maxsize if from_hub else sum(sizes)))
+        self._tokenisers = Tokenisers(workers, num_processes(data.workers, sys.maxsize if from_hub else size))
         self._readers: list[_Reader] = []
         self._state: State | None = None
         self._stopped = False
-        self._hash = _identity(data, self.sources, tokenizer)
+        self._hash = _identity(data, self.sources, self.marks, tokenizer)
 
     def content_hash(self) -> str:
-        """sha256 over names, sizes and both ends of the files, and over the settings that shape and mix samples."""
+        """sha256 over the names and marks of the files, and over the settings that shape and mix samples."""
         return self._hash
 
     def stop(self) -> None:
@@ -283,16 +281,10 @@ def _together(samples: list[tuple[np.ndarray, np.ndarray, bytes]]) -> TokenSet:
     )
 
 
-def _identity(data: Data, sources: list[Source], tokenizer: PreTrainedTokenizerBase) -> str:
+def _identity(data: Data, sources: list[Source], marks: dict[str, Mark], tokenizer: PreTrainedTokenizerBase) -> str:
     parts: list[Any] = [data.streaming_window, data.mix_by.value, data.stop.value]
     for source in sources:
-        content = [source.path, source.data.split]
-        for file in _files(source):
-            size = file.path.stat().st_size
-            with file.path.open("rb") as stream:
-                ends = hashlib.sha256(stream.read(END_BYTES))
-                stream.seek(max(0, size - END_BYTES), os.SEEK_SET)
-                ends.update(stream.read(END_BYTES))
-            content.append([file.name, size, ends.hexdigest()])
-        parts.append([source.weight, shape_hash(source.data, json.dumps(content), tokenizer)])
+        files = [[file.name, marks[file.name].to_json()] for file in _files(source)]
+        content = json.dumps([source.path, source.data.split, files])
+        parts.append([source.weight, shape_hash(source.data, content, tokenizer)])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

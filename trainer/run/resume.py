@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.config.saved import Run, differences, load_run
 from trainer.config.schema import Resume
+from trainer.data.marks import Mark, changes
 from trainer.errors import StorageError
 from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints
@@ -54,13 +55,25 @@ def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[
     return Beginning(checkpoint=checkpoints.newest(say), run_id=run_id)
 
 
-def check_same_data(folder: RunFolder, beginning: Beginning, data_hash: str, resume: Resume) -> None:
-    """Raises StorageError where a run would go on with other data than it started with."""
+def check_same_data(
+    folder: RunFolder, beginning: Beginning, data_hash: str, marks: dict[str, Mark], resume: Resume
+) -> None:
+    """Raises StorageError where a run would go on with other data than it started with.
+
+    `marks`: of the files of streamed data, which are not read whole to compare them.
+    """
     manifest = folder.manifest()
-    if beginning.checkpoint is None or manifest is None or resume is Resume.force:
+    if beginning.checkpoint is None or manifest is None or resume is Resume.force or manifest["data_hash"] == data_hash:
         return
-    if manifest["data_hash"] != data_hash:
-        raise StorageError(
-            f"output_dir={folder.path}: the training data has changed since this run started, so its samples would "
-            "come in another order. Put the data back, choose another output_dir, or set train.resume=force."
+    then = {name: Mark(**mark) for name, mark in manifest.get("data_files", {}).items()}
+    changed = "; ".join(changes(then, marks)) or "its samples would come in another order"
+    text = (
+        f"output_dir={folder.path}: the training data has changed since the run began: {changed}. Put the data back "
+        "or choose another output_dir; train.resume=force goes on with it."
+    )
+    if marks:
+        text += (
+            " Streamed files are known by size, time of modification and both ends, not read whole: where a touch or "
+            "a copy changed the time alone, the samples are the same, and force is right."
         )
+    raise StorageError(text)

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -100,10 +100,17 @@ class Ready:
     """what brings the frozen blocks"""
 
 
-def prepare(run: Run, stages: Stages, index: Index | None = None, step: int = 1) -> Prepared:
+def prepare(
+    run: Run,
+    stages: Stages,
+    index: Index | None = None,
+    step: int = 1,
+    check_data: Callable[[Tokens | RowStream], None] = lambda train_set: None,
+) -> Prepared:
     """Device, tokenizer, data and the model's shape. Raises TrainerError for all that a user can get wrong there.
 
-    `step` is the first that will be trained; a stream goes there by its index.
+    `step` is the first that will be trained; a stream goes there by its index, once `check_data` has let it
+    pass: the way to the step may be long.
     """
     config = run.config
     device = find_device(config.device)
@@ -144,10 +151,12 @@ def prepare(run: Run, stages: Stages, index: Index | None = None, step: int = 1)
             plan = plan_run(config, model_config, dtypes, None)
         with stages.stage("data"):
             train_set = RowStream(config.data, tokenizer, check_window)
+            check_data(train_set)
             steps = StreamedSteps(train_set, config.packing, plan.train, config.seed, pin, index, step)
         counts = [*steps.first.counts, *counts]
     else:
         train_set = loaded.train_set
+        check_data(train_set)
         check(train_set)
         steps = steps_of(config.train)
         with stages.stage("plan"):

@@ -15,7 +15,10 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.config.saved import Run, public_config, save_run
+from trainer.data.marks import Mark
+from trainer.data.stream import RowStream
 from trainer.data.streamed import Index
+from trainer.data.tokenize import Tokens
 from trainer.errors import DataError, Interrupted, StorageError, TrainerError
 from trainer.export.result import export, stop_tokens
 from trainer.memory.advice import Situation, advising
@@ -60,9 +63,13 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
                 training.screen.say(f"{run_dir}: this run is completed; nothing to do.")
                 return beginning.finished
             index, step = Index(run_dir / "stream.jsonl"), training.first_step(beginning)
-            prepared = session.prepare(run, training.stages, index, step)
+
+            def check_data(train_set: Tokens | RowStream) -> None:
+                data_hash, marks = train_set.content_hash(), _marks(train_set)
+                check_same_data(training.folder, beginning, data_hash, marks, run.config.train.resume)
+
+            prepared = session.prepare(run, training.stages, index, step, check_data)
             training.stack.callback(prepared.steps.close)
-            check_same_data(training.folder, beginning, prepared.train_set.content_hash(), run.config.train.resume)
         with training.recording_failure(), _full_disk(run_dir):
             return training.go(prepared, beginning)
 
@@ -235,6 +242,7 @@ class TrainingRun:
             "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
             "weights": config.model.weights.value,
             "data_hash": prepared.train_set.content_hash(),
+            "data_files": {name: mark.to_json() for name, mark in _marks(prepared.train_set).items()},
             "seed": config.seed,
             "fresh_adapter_hash": trainable_hash(ready.adapted),
             "hardware": session.hardware(prepared.device),
@@ -345,6 +353,11 @@ class TrainingRun:
         write_atomically(self.folder.file("summary.json"), json.dumps(summary, indent=1, ensure_ascii=False))
         if self.tracker is not None:
             self.tracker.finish(summary)
+
+
+def _marks(train_set: Tokens | RowStream) -> dict[str, Mark]:
+    """Of the files of a stream; what is read whole is known by its tokens."""
+    return train_set.marks if isinstance(train_set, RowStream) else {}
 
 
 @contextmanager
