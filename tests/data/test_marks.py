@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from trainer.data.marks import END_BYTES, Mark, changes
+from trainer.errors import DataError
 
 
 @pytest.fixture
@@ -47,3 +48,8 @@ def test_a_change_is_said_with_what_is_different(change, words, file):
 def test_files_that_come_and_go_are_changes(file):
     mark = Mark.of(file)
     assert changes({"a": mark, "b": mark}, {"b": mark, "c": mark}) == ["a is gone", "c is new"]
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path):
+    with pytest.raises(DataError, match=r"rows.jsonl: cannot be read: No such file"):
+        Mark.of(tmp_path / "rows.jsonl")

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import DataError
+
 END_BYTES = 1 << 16
 """Bytes at both ends of a file that are looked at."""
 
@@ -28,11 +30,15 @@ class Mark:
 
     @classmethod
     def of(cls, path: Path) -> Mark:
-        stat = path.stat()
-        with path.open("rb") as stream:
-            ends = hashlib.sha256(stream.read(END_BYTES))
-            stream.seek(max(0, stat.st_size - END_BYTES), os.SEEK_SET)
-            ends.update(stream.read(END_BYTES))
+        """Raises DataError where the file cannot be read."""
+        try:
+            stat = path.stat()
+            with path.open("rb") as stream:
+                ends = hashlib.sha256(stream.read(END_BYTES))
+                stream.seek(max(0, stat.st_size - END_BYTES), os.SEEK_SET)
+                ends.update(stream.read(END_BYTES))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}.") from None
         return cls(stat.st_size, stat.st_mtime_ns, ends.hexdigest())
 
     def to_json(self) -> dict[str, Any]:
