@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import time
 from collections.abc import Iterator
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from trainer.config.saved import Run, public_config, save_run
 from trainer.data.marks import Mark
 from trainer.data.stream import RowStream
 from trainer.data.streamed import Index
 from trainer.data.tokenize import Tokens
-from trainer.errors import DataError, Interrupted, StorageError, TrainerError
+from trainer.errors import DataError, Interrupted, TrainerError
 from trainer.export.result import export, stop_tokens
 from trainer.memory.advice import Situation, advising
 from trainer.memory.measure import Memory, rss_peak
@@ -28,6 +26,7 @@ from trainer.memory.report import short_plan
 from trainer.memory.snapshot import Snapshot, statistics
 from trainer.run import session, streaming
 from trainer.run.answers import held_out_answers
+from trainer.run.disk import disk_trouble_ignored, full_disk, leaving_nothing, storage_errors
 from trainer.run.resume import Beginning, check_same_data, decide
 from trainer.run.session import Prepared, Ready, Stages
 from trainer.run.tables import answers_table, end_table, start_table
@@ -45,8 +44,6 @@ from trainer.training.watch import Watch
 from trainer.training.weights import trainable_hash
 from trainer.units import GIB
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-
 
 def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[str, Any]:
     """Trains, or continues, the run in `run_dir`; returns its summary. Raises TrainerError.
@@ -57,7 +54,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         training = TrainingRun(run, RunFolder(run_dir), stack)
         training.stages.seconds["imports"] = import_seconds
         training.started -= import_seconds
-        with _leaving_nothing(training.folder):
+        with leaving_nothing(training.folder):
             beginning = training.look()
             if beginning.finished is not None:
                 training.screen.say(f"{run_dir}: this run is completed; nothing to do.")
@@ -70,7 +67,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
 
             prepared = session.prepare(run, training.stages, index, step, check_data)
             training.stack.callback(prepared.steps.close)
-        with training.recording_failure(), _full_disk(run_dir):
+        with training.recording_failure(), full_disk(run_dir):
             return training.go(prepared, beginning)
 
 
@@ -295,7 +292,7 @@ class TrainingRun:
         except BaseException as error:
             status = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
             message = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
-            with _disk_trouble_ignored():
+            with disk_trouble_ignored():
                 self._write_summary({**self._summary(status), "error": message})
             raise
 
@@ -306,7 +303,7 @@ class TrainingRun:
     def _finish(self, prepared: Prepared) -> dict[str, Any]:
         run_dir, ready = self.folder.path, self.ready
         ends = stop_tokens(prepared.steps.ends(), prepared.tokenizer)
-        with self.stages.stage("result"), _storage_errors(run_dir):
+        with self.stages.stage("result"), storage_errors(run_dir):
             name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir)
         answers = []
         if prepared.held_out is not None and self.run.config.train.compare_prompts:
@@ -358,48 +355,3 @@ class TrainingRun:
 def _marks(train_set: Tokens | RowStream) -> dict[str, Mark]:
     """Of the files of a stream; what is read whole is known by its tokens."""
     return train_set.marks if isinstance(train_set, RowStream) else {}
-
-
-@contextmanager
-def _leaving_nothing(folder: RunFolder) -> Iterator[None]:
-    """A run that fails before it begins leaves no folder behind."""
-    try:
-        yield
-    except BaseException:
-        folder.remove_if_unused()
-        raise
-
-
-@contextmanager
-def _storage_errors(run_dir: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise StorageError(
-            f"{run_dir}: the result could not be written: {reason}. The last checkpoint is kept; free some "
-            "space and start the same command again."
-        ) from error
-
-
-@contextmanager
-def _full_disk(run_dir: Path) -> Iterator[None]:
-    """A row of metrics or a line of train.log that the disk refuses ends the run in one line too."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise StorageError(
-            f"{run_dir}: cannot be written to any more: {error.strerror}. Free some space and start the same command "
-            "again; it goes on from the last checkpoint."
-        ) from error
-
-
-@contextmanager
-def _disk_trouble_ignored() -> Iterator[None]:
-    """While a failure is being recorded, a second one must not hide it."""
-    try:
-        yield
-    except OSError:
-        return
