@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable
-from types import BuiltinMethodType
+from datetime import date, timedelta
+from datetime import time as clock
+from decimal import Decimal
 from typing import Any
+
+from jinja2.runtime import Undefined
+from jinja2.utils import Namespace
 
 STEPS = 1_000_000
 """Turns of loops, calls and filters in one render; for large inputs STEPS_A_CHARACTER more."""
@@ -16,22 +19,19 @@ SIZE = 1 << 24
 SIZE_A_CHARACTER = 32
 CPU_SECONDS = 5
 """Of one render: what single steps on large values can add up to."""
+CPU_SECONDS_A_ROW = 0.05
+"""Of the renders of a template on average, beyond twice CPU_SECONDS for all."""
 
 POINTER = 8
 """What an item of a list costs more than a character."""
-BITS = 100_000
-"""Of a whole number."""
-PADDING = 10_000
-"""Of a width, an indent, a number of digits or parts."""
+OBJECT = 64
+"""What a text costs that is made of a part of another."""
 EVERY = 64
 """Steps between looks at the clock, which costs more than a step."""
 
-ASKED_TO_PAD = ("center", "indent", "batch", "slice", "round", "tojson", "ljust", "rjust", "zfill", "expandtabs")
-ASKED_TO_PAD += ("to_bytes",)
-"""Filters and methods whose numbers decide how much they make, or how long they take."""
-QUADRATIC = ("striptags", "urlize", "wordwrap", "pprint")
-"""Filters whose time grows with the square of the text."""
-CODECS = ("utf-8", "utf8", "ascii", "latin-1")
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+WRITTEN = (str, bytes, bool, int, float, type(None), Decimal, date, clock, timedelta, range, Undefined, Namespace)
+"""What has a text that is the same in every run; other objects would show where in memory they are."""
 
 
 class RanAway(Exception):
@@ -73,68 +73,32 @@ class Meter:
             raise RanAway("it makes too much text, or too large lists or numbers")
 
 
-def size_of(value: Any, limit: int) -> int:
-    """Characters and items in a value, those in its items too; counts no further than the limit."""
+def size_of(value: Any, limit: int, writing: bool = False) -> int:
+    """Characters and items in a value, those in its items too; counts no further than the limit.
+
+    `writing`: the value becomes text. Raises RanAway where that text is not the same in every run.
+    """
     if isinstance(value, str):
         return len(value)
-    if not isinstance(value, (list, tuple, dict)):
-        return len(value) if isinstance(value, bytes) else 1
     total, left = 0, [value]
     while left and total <= limit:
         item = left.pop()
-        if isinstance(item, (list, tuple, dict)):
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, dict):
             total += POINTER * (len(item) + 1)
-            left += [*item, *item.values()] if isinstance(item, dict) else item
+            left += [*item, *item.values()]
+        elif isinstance(item, (list, tuple, *VIEWS)):
+            total += POINTER * (len(item) + 1)
+            left += item
+        elif isinstance(item, Namespace) and not writing:  # which is written without what it holds
+            held = object.__getattribute__(item, "_Namespace__attrs")
+            total += POINTER * (len(held) + 1)
+            left += held.values()
+        elif isinstance(item, int):
+            total += 1 + (item.bit_length() >> 2)  # digits, roughly; a row's numbers may be long
+        elif writing and not isinstance(item, WRITTEN):
+            raise RanAway(f"it writes a {type(item).__name__}, which is no text, number, list or dict")
         else:
-            total += len(item) if isinstance(item, (str, bytes)) else 1
+            total += len(item) if isinstance(item, bytes) else 1
     return total
-
-
-def before_method(meter: Meter, method: BuiltinMethodType, args: tuple, kwargs: dict) -> None:
-    """Counts what a method of a text or number is about to make."""
-    name, owner = method.__name__, method.__self__
-    settings = (*args, *kwargs.values())
-    if name in ASKED_TO_PAD:
-        check_padding(settings)
-    elif name in ("encode", "decode"):
-        if any(isinstance(value, str) and value.lower() not in CODECS for value in settings[:1]):
-            raise RanAway(f"it uses the codec {settings[0]!r}; allowed are {', '.join(CODECS)}")
-    elif name == "replace" and isinstance(owner, str):
-        before_replace(meter, owner, settings)
-    elif name == "join" and settings and hasattr(settings[0], "__len__"):
-        meter.step(size_of(settings[0], SIZE) + len(settings[0]) * len(owner))
-    elif name == "join":
-        raise RanAway("it joins what has no length: use the filter join")
-    elif name == "translate":
-        meter.step(len(owner) * size_of(settings, SIZE))
-
-
-def before_replace(meter: Meter, text: str, settings: tuple) -> None:
-    if len(settings) >= 2:
-        old, new = str(settings[0]), str(settings[1])
-        meter.step(len(text) + text.count(old) * len(new))
-
-
-def before_format(meter: Meter, template: Any, values: Any) -> None:
-    """Counts what `%` or str.format is about to make: fields, as wide as the template says or the values are."""
-    if not isinstance(template, str):
-        return
-    widths = [int(digits) for digits in re.findall(r"[0-9]{1,9}", template)]
-    fields = template.count("%") + template.count("{")
-    if re.search(r"%[^a-zA-Z%]*\*|:[^{}]*\{", template):
-        raise RanAway("it formats with a width that is a value")
-    meter.step(len(template) + fields * (max(widths, default=0) + size_of(values, SIZE)))
-
-
-def check_padding(settings: Iterable[Any]) -> None:
-    wide = [value for value in settings if isinstance(value, int) and abs(value) > PADDING]
-    if wide:
-        raise RanAway(f"it asks for {wide[0]} characters, digits or parts at once; at most {PADDING} are allowed")
-
-
-def check_number(operator: str, left: int, right: int) -> None:
-    bits = left.bit_length() + right.bit_length()
-    if operator == "**":
-        bits = left.bit_length() * abs(right)
-    if bits > BITS:
-        raise RanAway(f"it computes a number of more than {BITS} bits")

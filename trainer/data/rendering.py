@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -13,7 +12,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 
 from trainer.data.formats import THOUGHTS, BadRow, Message
-from trainer.data.sandbox import BoundedEnvironment, RanAway
+from trainer.data.sandbox import BoundedEnvironment, Compiled, RanAway
 from trainer.errors import DataError, ModelError, TrainerError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class ChatTemplate:
 
         return render
 
-    def _compiled(self, tools: list[dict] | None) -> jinja2.Template:
+    def _compiled(self, tools: list[dict] | None) -> Compiled:
         try:
             return _compiled(self.tokenizer.get_chat_template(tools=tools), self.what)
         except ValueError as error:
@@ -84,20 +83,16 @@ def _with_thoughts(message: Message) -> Message:
 
 
 @lru_cache(maxsize=16)
-def _compiled(text: str, what: str) -> jinja2.Template:
+def _compiled(text: str, what: str) -> Compiled:
     return _environment().compiled(text, what)
 
 
 @lru_cache(maxsize=1)
 def _environment() -> BoundedEnvironment:
     """What transformers gives to chat templates."""
-    environment = BoundedEnvironment({"tojson": _tojson}, extensions=[_Generation, loopcontrols])
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict()}
+    environment = BoundedEnvironment(extensions=[_Generation, loopcontrols])
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     return environment
-
-
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:
@@ -105,17 +100,9 @@ def _refuse(message: str) -> None:
 
 
 def _now(format: str) -> str:
+    if len(format) > 100:
+        raise ValueError("strftime_now takes a format of at most 100 characters")
     return datetime.now().strftime(format)
-
-
-class _Dict:
-    """dict() and dict.fromkeys(), and no other attribute of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict:
-        return dict.fromkeys(*args, **kwargs)
 
 
 class _Generation(Extension):

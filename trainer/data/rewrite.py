@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import nodes
+from jinja2.exceptions import TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
+
+from trainer.data import allowed
 
 if TYPE_CHECKING:
     from trainer.data.sandbox import BoundedEnvironment
 
 
 class Counting(NodeTransformer):
-    """Puts calls of the environment's hooks into a template's tree."""
+    """Puts calls of the environment's hooks into a template's tree, and refuses what allowed.py does not list.
+
+    Raises TemplateSyntaxError with the name of what is refused.
+    """
 
     def __init__(self, environment: BoundedEnvironment):
         self.environment = environment
@@ -54,6 +61,41 @@ class Counting(NodeTransformer):
             node.expr = self._hook("seen", node.expr, [node.expr])
         return node
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return self._hook("sliced", node, [node]) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        _check(node.name, "filter", allowed.FILTERS, node)
+        if node.name in _NAMES_ANOTHER and len(node.args) > (place := _NAMES_ANOTHER[node.name]):
+            other = node.args[place]
+            if isinstance(other, nodes.Const) and node.name == "map":
+                _check(other.value, "filter", allowed.FILTERS, node)
+            elif isinstance(other, nodes.Const):
+                _check(other.value, "test", allowed.TESTS, node)
+        self.generic_visit(node)
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Node:
+        _check(node.name, "test", allowed.TESTS, node)
+        self.generic_visit(node)
+        return node
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        if isinstance(node.node, nodes.Getattr) and not node.node.attr.startswith("_"):  # those are the sandbox's
+            _check(node.node.attr, "method", allowed.CALLED, node)
+        self.generic_visit(node)
+        return node
+
+    def _refuse(self, node: nodes.Node) -> None:
+        name = type(node).__name__.lower()
+        raise TemplateSyntaxError(f"the statement {name} is not allowed in templates", node.lineno)
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _refuse
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> None:
+        raise TemplateSyntaxError("the statement autoescape is not allowed in templates", node.lineno)
+
     def _passing(self, node: nodes.Node, size: int) -> nodes.Node:
         return self._hook("passed", node, [nodes.Const(size, lineno=node.lineno)])
 
@@ -61,6 +103,16 @@ class Counting(NodeTransformer):
         found = nodes.EnvironmentAttribute(name, lineno=node.lineno)
         call = nodes.Call(found, values, [], None, None, lineno=node.lineno)
         return call.set_environment(self.environment)
+
+
+_NAMES_ANOTHER = {"map": 0, "select": 0, "reject": 0, "selectattr": 1, "rejectattr": 1}
+"""Filters that take the name of another filter or test, and where."""
+
+
+def _check(name: str, kind: str, names: Collection[str], node: nodes.Node) -> None:
+    if name not in names:
+        known = ", ".join(sorted(names))
+        raise TemplateSyntaxError(f"the {kind} {name} is not allowed in templates; allowed are {known}", node.lineno)
 
 
 def _text_in(body: list[nodes.Node]) -> int:

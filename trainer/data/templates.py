@@ -5,7 +5,6 @@ Both are Jinja and run sandboxed: they can neither reach Python nor run away (sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,7 @@ def row_template(file: str) -> Callable[[dict[str, Any]], str]:
     what = f"data.row_template={file}"
     if not Path(file).is_file():
         raise DataError(f"{what}: there is no such file.")
-    environment = _environment()
+    environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         template = environment.compiled(_read(Path(file), what), what)
     except ValueError as error:
@@ -94,13 +93,6 @@ def row_template(file: str) -> Callable[[dict[str, Any]], str]:
             raise BadRow(f"{what}: {error}") from None
 
     return render
-
-
-def _environment() -> BoundedEnvironment:
-    """What a row template may use; what is undefined is an error."""
-    return BoundedEnvironment(
-        {"tojson": lambda value: json.dumps(value, ensure_ascii=False)}, undefined=jinja2.StrictUndefined
-    )
 
 
 def _read(file: Path, what: str) -> str:
