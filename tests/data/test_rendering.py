@@ -59,6 +59,10 @@ TOOL_STYLE = """{%- macro shown(tool) -%}{{ tool.function.name ~ ': ' }}{{- tool
 {%- endfor -%}{{ ns.parts | join('/') }}{{ strftime_now('%Y') }}{{ dict(a=1).get('a') }}{{ bos_token }}
 {%- if add_generation_prompt %}{{- '<|start|>assistant\n' }}{% endif %}"""
 
+APPENDING_STYLE = """{% set ns = namespace(l=[]) %}{% for m in messages %}
+{% if m.get('tools') %}{% set _ = ns.l.append(m) %}
+{% endif %}{{ m.role | upper }}: {{ m.content.replace('x', 'y') ~ ns.l }}{% endfor %}"""
+
 
 TOKENIZERS = {
     **{style: lambda style=style: tokenizer_of(style) for style in STYLES},
@@ -68,6 +72,7 @@ TOKENIZERS = {
     },
     "embedded": lambda: make_tokenizer(CHAT_TEMPLATE),
     "tools": lambda: make_tokenizer(TOOL_STYLE),
+    "appends to its tools": lambda: make_tokenizer(APPENDING_STYLE),
 }
 
 
@@ -99,6 +104,8 @@ def test_a_tokenizer_with_several_templates_uses_the_one_for_tools():
 def test_a_broken_template_of_a_model_is_the_models_error():
     with pytest.raises(ModelError, match="line 1: .*Choose another with data.chat_template"):
         ChatTemplate(make_tokenizer("{% for %}"), None).check()
+    with pytest.raises(ModelError, match="the filter center is not allowed .*Choose another with data.chat_template"):
+        ChatTemplate(make_tokenizer("{% if tools %}{{ 'a' | center(9) }}{% endif %}"), None).check()
 
 
 @pytest.fixture

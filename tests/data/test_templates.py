@@ -105,6 +105,13 @@ def test_hostile_row_templates_are_bad_rows(tmp_path, template, said):
         Reader(Format.text, row_template=row_template(str(file))).sample(Row("f:1", {"text": "x"}))
 
 
+def test_a_row_template_with_what_templates_do_not_have_is_refused_before_any_row(tmp_path):
+    file = tmp_path / "row.jinja"
+    file.write_text("{{ text | random }}")
+    with pytest.raises(DataError, match=f"data.row_template={file}, line 1: the filter random is not allowed"):
+        row_template(str(file))
+
+
 def test_a_missing_row_template():
     with pytest.raises(DataError, match="there is no such file"):
         row_template("nowhere.jinja")

@@ -58,8 +58,9 @@ METHODS: dict[type, frozenset[str]] = {
 LOOP = frozenset(
     "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0".split()
 )
-CALLED = LOOP.union(*METHODS.values())
-"""Names that a template may call of a value."""
+CALLED = LOOP.union(*METHODS.values(), ("append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"))
+"""Names that a template may call of a value; those that change a list or dict are the sandbox's to refuse when they
+are used, as in transformers: some templates hold one where they never come to."""
 
 BITS = 128
 """Of a whole number that a template computes."""
@@ -169,7 +170,11 @@ def _trim(meter: Meter, value: Any, chars: str | None = None) -> None:
 def _indent(meter: Meter, value: Any, width: int = 4, first: bool = False, blank: bool = False) -> None:
     if not isinstance(width, int) or not 0 <= width <= SHORT:
         raise RanAway(f"it indents by {str(width)[:SHORT]}: a whole number up to {SHORT} is allowed")
-    meter.step(width * (_lines(str(value)) + 1))
+    meter.step((width + OBJECT) * (_lines(str(value)) + 1))
+
+
+def _title(meter: Meter, value: Any) -> None:
+    meter.step(len(str(value)) * OBJECT // 2)  # it takes the text apart, at worst every other character
 
 
 def _round(meter: Meter, value: Any, precision: int = 0, method: str = "common") -> None:
@@ -209,6 +214,7 @@ _FILTER_COSTS: dict[str, Callable[..., None]] = {
     "sum": _sum,
     "trim": _trim,
     "indent": _indent,
+    "title": _title,
     "round": _round,
     "format": _format,
 }

@@ -95,14 +95,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """The template's text of these values. Raises RanAway and what jinja2 raises."""
         self._running.meter = Meter(values)
         try:
-            text = compiled.template.render(values)
+            return compiled.template.render(values)
         except MemoryError:
             raise RanAway("it needs more memory than there is") from None
         finally:
             seconds = time.thread_time() - self._running.meter.started
             del self._running.meter
-        compiled.took(seconds)
-        return text
+            compiled.took(seconds)
 
     @property
     def meter(self) -> Meter:
@@ -195,7 +194,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             found = function(*args, **kwargs)
             if isinstance(found, (str, list, tuple, dict)):
                 return meter.made(found)
-            return allowed.check_number(found)
+            return allowed.check_number(found) if name in ("int", "sum") else found
 
         return bounded
 
