@@ -126,8 +126,8 @@ def prepare(
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
     config.adapter.check(shape)
-    config.quant.check(shape, config.adapter)
     config.offload.check(shape, config.adapter)
+    config.quant.check(shape, config.adapter)
     check_tiles(shape, config.model.mlp_tiles)
     pin, new_ids = device.type == "cuda", tokenizer.convert_tokens_to_ids(config.model.new_tokens)
 
