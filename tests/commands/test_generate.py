@@ -67,7 +67,7 @@ def test_exactly_one_begin_token(trained):
 
 def test_the_prompt_is_what_was_trained_on(trained):
     """The tokens before an answer in training are those that generation asks with."""
-    from trainer.data.formats import Dialogue
+    from trainer.data.messages import Dialogue
 
     messages = [*ask("Say hi"), {"role": "assistant", "content": "Hi!"}]
     ids, is_target = trained.encoder.encode(Dialogue(messages, [False, True], None))

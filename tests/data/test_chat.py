@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.data.styles import STYLES, tokenizer_of
 from tests.support import CHATML_TEMPLATE, LLAMA3_TEMPLATE, make_tokenizer
 from trainer.data.chat import Encoder
-from trainer.data.formats import BadRow, Dialogue, PlainText
+from trainer.data.messages import BadRow, Dialogue, PlainText
 from trainer.data.options import TrainOn
 
 WORDS = [

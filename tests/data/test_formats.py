@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from trainer.data.formats import BadRow, Dialogue, PlainText, Reader, to_sample
+from trainer.data.formats import Reader, to_sample
+from trainer.data.messages import BadRow, Dialogue, PlainText
 from trainer.data.options import Format
 from trainer.data.rows import Row
 

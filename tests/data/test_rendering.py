@@ -12,7 +12,7 @@ from tests.data.test_sandbox import HOSTILE
 from tests.program import here
 from tests.support import chat_rows, make_tokenizer, write_jsonl
 from trainer.assets.tokenizer import CHAT_TEMPLATE
-from trainer.data.formats import BadRow
+from trainer.data.messages import BadRow
 from trainer.data.rendering import ChatTemplate
 from trainer.data.templates import SHIPPED, shipped_templates
 from trainer.errors import ModelError

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,6 +44,15 @@ def open_steps():
 def words(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "PIECE_BYTES", 700)
     return [f"data.path={write_jsonl(tmp_path / 'rows.jsonl', chat_rows(pairs(50)))}", "data.streaming_window=12"]
+
+
+def take(open_steps, words, file: Path, num_steps: int) -> None:
+    """A run that keeps its index in a file and stops after some steps."""
+    steps = open_steps(*words, index=Index(file))
+    steps.begin()
+    for step in range(1, num_steps + 1):
+        steps.step(step)
+    steps.close()
 
 
 def places(steps: StreamedSteps, step: int) -> list[list[str]]:
@@ -96,11 +106,7 @@ def test_a_run_goes_on_by_its_index_with_the_same_batches(mixed, words, tmp_path
     for stop in (1, 4, 7, 20, 39):
         folder = tmp_path / str(stop)
         folder.mkdir()
-        first = open_steps(*words, index=Index(folder / "stream.jsonl"))
-        first.begin()
-        for step in range(1, stop + 1):
-            first.step(step)
-        first.close()
+        take(open_steps, words, folder / "stream.jsonl", stop)
         again = open_steps(*words, index=Index(folder / "stream.jsonl"), step=stop + 1)
         known = len(again.entries)
         assert known > 1
@@ -111,12 +117,7 @@ def test_a_run_goes_on_by_its_index_with_the_same_batches(mixed, words, tmp_path
 
 
 def test_windows_before_the_step_are_not_read_again(words, tmp_path, open_steps, monkeypatch):
-    index = Index(tmp_path / "stream.jsonl")
-    first = open_steps(*words, index=index)
-    first.begin()
-    for step in range(1, 20):
-        first.step(step)
-    first.close()
+    take(open_steps, words, tmp_path / "stream.jsonl", 19)
     read: list[int] = []
     original = StreamedSteps._read
     monkeypatch.setattr(StreamedSteps, "_read", lambda self, k: (read.append(k), original(self, k))[1])
@@ -128,11 +129,7 @@ def test_windows_before_the_step_are_not_read_again(words, tmp_path, open_steps,
 @pytest.mark.parametrize("damage", ["gone", "half a line", "other run", "no json"])
 def test_an_index_that_cannot_be_used_costs_time_only(damage, words, tmp_path, open_steps):
     file = tmp_path / "stream.jsonl"
-    first = open_steps(*words, index=Index(file))
-    first.begin()
-    for step in range(1, 21):
-        first.step(step)
-    first.close()
+    take(open_steps, words, file, 20)
     text = file.read_text()
     if damage == "gone":
         file.unlink()
@@ -153,12 +150,7 @@ def test_an_index_that_cannot_be_used_costs_time_only(damage, words, tmp_path, o
 def test_rows_that_changed_inside_a_file_are_found(words, tmp_path, open_steps, monkeypatch):
     """Where an edit put the time of modification back, the windows' digests see it as far as they were read."""
     monkeypatch.setattr(marks_module, "END_BYTES", 10)
-    index = Index(tmp_path / "stream.jsonl")
-    first = open_steps(*words, index=index)
-    first.begin()
-    for step in range(1, 6):
-        first.step(step)
-    first.close()
+    take(open_steps, words, tmp_path / "stream.jsonl", 5)
     file = tmp_path / "rows.jsonl"
     text, before = file.read_text(), file.stat()
     file.write_text(text.replace("A ball", "A bull"))

@@ -7,7 +7,8 @@ import pytest
 from tests.data.styles import tokenizer_of
 from tests.support import make_tokenizer
 from trainer.data.chat import Encoder
-from trainer.data.formats import BadRow, Dialogue, PlainText, Reader
+from trainer.data.formats import Reader
+from trainer.data.messages import BadRow, Dialogue, PlainText
 from trainer.data.options import Format, TrainOn
 from trainer.data.rows import Row
 from trainer.data.templates import dress, row_template, shipped_templates

@@ -15,7 +15,7 @@ import pytest
 from trainer.commands import plan as command
 from trainer.config.compose import compose
 from trainer.config.shelf import recipes
-from trainer.errors import ConfigError, StorageError
+from trainer.errors import ConfigError, ModelError, StorageError
 from trainer.memory import whatif
 from trainer.memory.plan import GIB, Planner, largest_shape
 from trainer.memory.predict import Moment
@@ -158,3 +158,8 @@ def test_a_plan_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"output_dir=.*the plan cannot be written: Not a directory"):
         command.run(["recipe=quickstart", f"output_dir={tmp_path}/file/plan"])
+
+
+def test_a_plan_refuses_what_the_run_would():
+    with pytest.raises(ModelError, match=r"modules_to_save=\['mlp'\].*offload=none"):
+        command.run(["recipe=quickstart", "quant=none", "offload=base_disk", "adapter.modules_to_save=[mlp]"])

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.factories import FP32, gradients, largest_difference, llama, option, packed_batch, random_tokens
 from trainer.errors import ConfigError, ModelError
 from trainer.memory.measure import Memory
-from trainer.memory.trace import Shape
 from trainer.model import kernels
 from trainer.model.attention import PACKED
 from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock, Selective
@@ -213,11 +212,3 @@ def test_run_by_the_policy_with_the_blocks_own_arguments():
         ("block", "hidden"), {"mask": 1}
     )  # fmt: skip
     assert seen == [("hidden",)]
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_full_batch_has_the_sizes_asked_for(packed):
-    batch = kernels.full_batch(Shape((5, 9), 12, packed), 300)
-    assert (batch.num_tokens, batch.num_targets, batch.num_samples) == (14, 12, 2)
-    assert batch.input_ids.shape == ((1, 14) if packed else (2, 9))
-    assert 0 <= batch.input_ids.min() and batch.input_ids.max() < 300

@@ -92,6 +92,12 @@ def differing_goods(rng: random.Random, num: int) -> list[Goods]:
 # Dialogues about something that was just said: the first turn carries it, later turns ask on.
 
 
+def asked_of(rng: random.Random, told: str, questions: list[Turn], least: int, most: int) -> list[Turn]:
+    """What is told, with the first of some of the questions about it; the others follow."""
+    (question, answer), *others = rng.sample(questions, rng.randint(least, most))
+    return [(f"{told} {question}", answer), *others]
+
+
 def statement(rng: random.Random) -> list[Turn]:
     """One sentence, then questions with one-word answers: the short way to learn to look a word up by its kind."""
     name, goods, day = rng.choice(NAMES), some_goods(rng), rng.choice(DAYS)
@@ -113,8 +119,7 @@ def statement(rng: random.Random) -> list[Turn]:
         (f"{asked}Which day?", f"{quote}{day}{quote}"),
         ("How many?", f"{goods.count}"),
     ]
-    turns = rng.sample(questions, rng.randint(2, 5))
-    return [(f"{said} {turns[0][0]}", turns[0][1]), *turns[1:]]
+    return asked_of(rng, said, questions, 2, 5)
 
 
 def scene(rng: random.Random) -> list[Turn]:
@@ -129,8 +134,7 @@ def scene(rng: random.Random) -> list[Turn]:
         (f"Where {goods.are} the {goods.noun}?", f"In the {place}."),
         (f"Which thing is {goods.colour}?", f"The {goods.item}."),
     ]
-    turns = rng.sample(questions, rng.randint(1, 3))
-    return [(f"{name} {third} {goods} in the {place}. {turns[0][0]}", turns[0][1]), *turns[1:]]
+    return asked_of(rng, f"{name} {third} {goods} in the {place}.", questions, 1, 3)
 
 
 def trip(rng: random.Random) -> list[Turn]:
@@ -142,9 +146,7 @@ def trip(rng: random.Random) -> list[Turn]:
         (f"Which animal was in the {place}?", f"The {animal}."),
         (f"Who was out on {day}?", f"{name} and the {animal}."),
     ]
-    turns = rng.sample(questions, rng.randint(1, 3))
-    told = f"On {day} {name} went to the {place} with {with_article(animal)}."
-    return [(f"{told} {turns[0][0]}", turns[0][1]), *turns[1:]]
+    return asked_of(rng, f"On {day} {name} went to the {place} with {with_article(animal)}.", questions, 1, 3)
 
 
 def shop(rng: random.Random) -> list[Turn]:

@@ -28,14 +28,13 @@ def run(words: list[str]) -> int:
     from trainer.memory.plan import Planner
     from trainer.memory.report import full_plan
     from trainer.memory.show import show, show_explanation
-    from trainer.run.session import quiet_libraries
+    from trainer.run.session import check_shape, quiet_libraries
     from trainer.tracking.console import Screen
 
     screen = Screen()
     quiet_libraries(screen)
     planner = Planner(config)
-    config.adapter.check(planner.skeleton)
-    config.quant.check(planner.skeleton, config.adapter)
+    check_shape(config, planner.skeleton)
     plan = full_plan(planner)
     show(screen, plan, config.recipe)
     if explain:

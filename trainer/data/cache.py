@@ -164,10 +164,8 @@ class _disk_errors:
 
 def _code_hash() -> str:
     """Over the code that turns rows into tokens: a newer trainer does not take an older one's tokens."""
-    names = (
-        "chat rendering sandbox meter rewrite spans formats rows tables templates tokenize worker store counts".split()
-    )
+    names = "chat rendering sandbox allowed meter rewrite spans formats messages rows tables templates tokenize worker"
     digest = hashlib.sha256()
-    for name in names:
+    for name in [*names.split(), "store", "counts"]:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()

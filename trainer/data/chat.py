@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.formats import THOUGHTS, BadRow, Dialogue, Message, PlainText, Sample
+from trainer.data.messages import THOUGHTS, BadRow, Dialogue, Message, PlainText, Sample
 from trainer.data.options import TrainOn
 from trainer.data.rendering import ChatTemplate
 from trainer.data.spans import RESERVED, Rendered, find_spans

@@ -172,7 +172,8 @@ def source_problems(data: Data) -> list[str]:
 
 
 def _mapping_problems(key: str, columns: Any, roles: Any) -> list[str]:
-    from trainer.data.formats import FIELDS, ROLES
+    from trainer.data.formats import FIELDS
+    from trainer.data.messages import ROLES
 
     problems = []
     for part, mapping in (("columns", columns), ("roles", roles)):

@@ -25,6 +25,10 @@ class Packing(ABC):
     def micro_batches(self, lengths: np.ndarray, train: Train, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Sample indices of each micro-batch of one epoch; rng None keeps the samples' own order."""
 
+    @abstractmethod
+    def largest(self, max_length: int, train: Train) -> list[int]:
+        """Sample lengths of the largest micro-batch that there can be of samples up to `max_length` tokens."""
+
 
 @option("packing", "none")
 @dataclass
@@ -35,6 +39,9 @@ class NoPacking(Packing):
         order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
         size = train.micro_batch_size
         return [order[i : i + size] for i in range(0, len(order), size)]
+
+    def largest(self, max_length, train):
+        return [max_length] * train.micro_batch_size
 
 
 @option("packing", "best_fit")
@@ -58,6 +65,10 @@ class BestFit(Packing):
                 packed = [rng.permutation(packed[i]) for i in rng.permutation(len(packed))]
             rows += [members[row] for row in packed]
         return rows
+
+    def largest(self, max_length, train):
+        full, rest = divmod(train.micro_batch_tokens, max_length)
+        return [max_length] * full + ([rest] if rest > 1 else [])
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.data.tokenize import Tokens
 
 
-class Ahead:
+class Ahead(ABC):
     """Steps of which n + 1 is begun when n is asked for. What they return is the same."""
 
     num_steps: int
@@ -29,9 +30,9 @@ class Ahead:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
+    @abstractmethod
     def make(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, in either thread."""
-        raise NotImplementedError
 
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step (from 1), on the host."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 
-from trainer.data.formats import THOUGHTS, BadRow, Message
+from trainer.data.messages import THOUGHTS, BadRow, Message
 from trainer.data.sandbox import BoundedEnvironment, Compiled, RanAway
 from trainer.errors import DataError, ModelError, TrainerError
 

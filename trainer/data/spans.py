@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainer.data.formats import BadRow, Message
+from trainer.data.messages import BadRow, Message
 
 RESERVED = ("\ufdd0", "\ufdd1", "\ufdd2")
 """Noncharacters (Unicode 23.7): no text holds them, so they can stand for something while a template renders."""

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 import pyarrow
 
-from trainer.data.formats import Dialogue, PlainText, Sample
+from trainer.data.messages import Dialogue, PlainText, Sample
 from trainer.data.tokens import TokenSet
 
 TOKENS = "tokens.arrow"

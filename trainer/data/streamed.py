@@ -197,11 +197,7 @@ class StreamedSteps(Ahead):
 
     def fullest(self) -> tuple[TokenSet, np.ndarray]:
         """The largest micro-batch that the settings allow, made of the first window's tokens, all of them targets."""
-        longest, train = self.stream.data.max_length, self.train
-        lengths = [longest] * train.micro_batch_size
-        if self.packing.packed:
-            full, rest = divmod(train.micro_batch_tokens, longest)
-            lengths = [longest] * full + ([rest] if rest > 1 else [])
+        lengths = self.packing.largest(self.stream.data.max_length, self.train)
         ids = np.resize(self.first.tokens.input_ids, sum(lengths))
         offsets = np.cumsum([0, *lengths], dtype=np.int64)
         return TokenSet(ids, np.ones(len(ids), dtype=bool), offsets, sources=()), np.arange(len(lengths))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from trainer.data.formats import BadRow
+from trainer.data.messages import BadRow
 from trainer.data.rendering import ChatTemplate
 from trainer.data.sandbox import BoundedEnvironment, RanAway
 from trainer.errors import DataError, closest

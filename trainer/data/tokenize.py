@@ -11,7 +11,7 @@ import numpy as np
 from trainer.data.cache import cache_key, cached, files_hash
 from trainer.data.counts import LISTED, Counts
 from trainer.data.files import find_files, is_hub_id
-from trainer.data.formats import Dialogue, Sample
+from trainer.data.messages import Dialogue, Sample
 from trainer.data.options import Data, Format, OnBadRow
 from trainer.data.rows import Piece, in_pieces, read_pieces
 from trainer.data.store import TokenWriter

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.data.formats import Sample
+from trainer.data.messages import Sample
 from trainer.data.options import MixBy, Stop
 
 CHUNK = 1 << 22

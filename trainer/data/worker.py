@@ -19,7 +19,8 @@ import numpy as np
 
 from trainer.data.chat import Encoder
 from trainer.data.counts import Counts
-from trainer.data.formats import BadRow, PlainText, Reader, Sample
+from trainer.data.formats import Reader
+from trainer.data.messages import BadRow, PlainText, Sample
 from trainer.data.options import Data, Format, OverLength
 from trainer.data.rows import Piece, Row
 from trainer.data.store import dump_sample

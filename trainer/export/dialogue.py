@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.data.formats import Message
+from trainer.data.messages import Message
 from trainer.export.generate import Say
 from trainer.export.reload import Trained
 

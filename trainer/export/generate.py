@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from trainer.data.chat import Encoder
-from trainer.data.formats import Message
+from trainer.data.messages import Message
 from trainer.model.precision import Dtypes
 
 Say = Callable[[str], None]

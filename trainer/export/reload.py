@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from trainer.config.saved import Run
 from trainer.config.schema import Config
 from trainer.data.chat import Encoder
-from trainer.data.formats import BadRow, Message
+from trainer.data.messages import BadRow, Message
 from trainer.data.options import TrainOn
 from trainer.errors import DataError, ModelError
 from trainer.export.generate import Say, answer, answer_many

@@ -45,7 +45,7 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
 
     def fits(policy: Checkpointing, tokens: int | None = None) -> bool:
         limit = planner.host_limit
-        if policy.moves_inputs and limit is not None and planner.moved_inputs(policy, tokens) > limit:
+        if policy.moves_inputs and limit is not None and planner.host_inputs(policy, tokens) > limit:
             return False
         return planner.needed(planner.predict(policy, tokens)) <= budget
 

@@ -135,11 +135,15 @@ class Planner:
 
     def elsewhere(self, policy: Checkpointing, tokens: int | None = None) -> int:
         """Bytes that lie in host memory or on disk and come to the device when they are used."""
+        return self.static.streamed + self.host_inputs(policy, tokens)
+
+    def host_inputs(self, policy: Checkpointing, tokens: int | None = None) -> int:
+        """Bytes of host memory that the moved inputs take."""
         inputs = self.moved_inputs(policy, tokens)
         if inputs and self.device_type == "cuda":  # torch's allocator of pinned memory rounds each up to a power of two
             size = self.input_bytes(tokens)
             inputs = inputs // size * 2 ** (size - 1).bit_length()
-        return self.static.streamed + inputs
+        return inputs
 
     @cached_property
     def host_limit(self) -> int | None:
@@ -228,10 +232,5 @@ def planned_dtypes(config: Config, device_type: str) -> Dtypes:
 
 def largest_shape(config: Config) -> Shape:
     """The largest micro-batch that these settings allow, every token a target."""
-    data, train = config.data, config.train
-    if not config.packing.packed:
-        lengths = (data.max_length,) * train.micro_batch_size
-        return Shape(lengths, sum(lengths) - len(lengths), packed=False)
-    full, rest = divmod(train.micro_batch_tokens, data.max_length)
-    lengths = (data.max_length,) * full + ((rest,) if rest > 1 else ())
-    return Shape(lengths, sum(lengths) - len(lengths), packed=True)
+    lengths = tuple(config.packing.largest(config.data.max_length, config.train))
+    return Shape(lengths, sum(lengths) - len(lengths), config.packing.packed)

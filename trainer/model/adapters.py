@@ -26,6 +26,10 @@ class Adapter(ABC):
     def check(self, model: torch.nn.Module) -> None:
         """Raises ModelError if the option does not fit this model; `model` may be on the meta device."""
 
+    def trained_whole(self, model: torch.nn.Module) -> list[str]:
+        """Names in the settings by which frozen linear layers of the text decoder train whole."""
+        return []
+
     @abstractmethod
     def attach(self, model: torch.nn.Module, new_ids: Sequence[int] = ()) -> torch.nn.Module:
         """The model with its trainable parameters, everything else frozen; the embeddings of new tokens train too."""
@@ -76,6 +80,10 @@ class LoRA(Adapter):
         ]
         if missing:
             raise ModelError(f"adapter.modules_to_save: no module of the model is named {', '.join(missing)}.")
+
+    def trained_whole(self, model):
+        names = [f".{name}." for name in decoder_linears(model)]  # a module that holds such a layer counts too
+        return [ending for ending in self.modules_to_save if any(f".{ending}." in name for name in names)]
 
     def attach(self, model, new_ids=()):
         import peft

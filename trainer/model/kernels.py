@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from trainer.data.batch import MicroBatch
     from trainer.memory.measure import Memory
-    from trainer.memory.trace import Shape
     from trainer.model.checkpointing import Checkpointing
     from trainer.model.precision import Dtypes
     from trainer.training.losses import Loss
@@ -183,19 +182,6 @@ def blocks(base: PreTrainedModel) -> list[torch.nn.Module]:
     from trainer.model.checkpointing import NoCheckpointing, blocks_of
 
     return blocks_of(base, NoCheckpointing())
-
-
-def full_batch(shape: Shape, vocab_size: int) -> MicroBatch:
-    """Random tokens in a micro-batch of these sizes, every one a target but each sample's first."""
-    import numpy as np
-
-    from trainer.data.batch import collate
-    from trainer.data.tokenize import TokenSet
-
-    ids = np.random.default_rng(0).integers(0, vocab_size, size=sum(shape.lengths), dtype=np.int32)
-    borders = np.cumsum([0, *shape.lengths]).astype(np.int64)
-    tokens = TokenSet(ids, np.ones(len(ids), dtype=bool), borders, sources=[])
-    return collate(tokens, np.arange(len(shape.lengths)), packed=shape.packed)
 
 
 def _call(function, *args):

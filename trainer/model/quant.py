@@ -33,11 +33,7 @@ class Quant(ABC):
 
     def check(self, model: torch.nn.Module, adapter: Adapter) -> None:
         """Raises ModelError where the adapter trains a layer whole whose weights have too few bits to train."""
-        from trainer.model.adapters import decoder_linears
-
-        saved = getattr(adapter, "modules_to_save", [])
-        names = [f".{name}." for name in decoder_linears(model)]
-        whole = sorted({ending for ending in saved for name in names if f".{ending}." in name})
+        whole = adapter.trained_whole(model)
         if whole:
             raise ModelError(
                 f"adapter.modules_to_save={whole}: trains layers whole that this run quantises, and a quantised weight "

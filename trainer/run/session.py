@@ -19,6 +19,7 @@ import transformers
 from trainer.config.device import NO_GPU
 from trainer.config.saved import Run
 from trainer.config.schema import Config, Device, Train
+from trainer.data.batch import collate
 from trainer.data.load import check_losses, load_data
 from trainer.data.loader import TrainingSteps, evaluation_batches
 from trainer.data.prefetch import PrefetchingSteps
@@ -31,7 +32,6 @@ from trainer.memory.measure import Memory
 from trainer.memory.run import RunMemory, plan_run
 from trainer.memory.speed import recomputed_share
 from trainer.model import attention
-from trainer.model.kernels import full_batch
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
 from trainer.model.offload.load import streamed_base
@@ -125,10 +125,7 @@ def prepare(
     held_out, counts = loaded.held_out, loaded.counts
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
-    config.adapter.check(shape)
-    config.offload.check(shape, config.adapter)
-    config.quant.check(shape, config.adapter)
-    check_tiles(shape, config.model.mlp_tiles)
+    check_shape(config, shape)
     pin, new_ids = device.type == "cuda", tokenizer.convert_tokens_to_ids(config.model.new_tokens)
 
     def check(tokens: Tokens) -> None:
@@ -166,6 +163,14 @@ def prepare(
     config.kernels.check_model(model_config, plan.policy)
     source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
     return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan, source)
+
+
+def check_shape(config: Config, shape: PreTrainedModel) -> None:
+    """Raises ModelError where the settings do not fit the model, which may be on the meta device."""
+    config.adapter.check(shape)
+    config.offload.check(shape, config.adapter)
+    config.quant.check(shape, config.adapter)
+    check_tiles(shape, config.model.mlp_tiles)
 
 
 def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready:
@@ -212,7 +217,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         check_packing(base, config.loss, dtypes, vocab_size, config.packing.packed)
     if config.kernels.graphs() is not None:
         with stages.stage("compilation"):
-            batch = full_batch(prepared.plan.planner.shape, vocab_size).to(device)
+            batch = collate(*prepared.steps.fullest(), config.packing.packed).to(device)
             config.kernels.verify(base, config.loss, dtypes, batch, memory)
     return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total, stream)
 

@@ -13,27 +13,27 @@ from typing import Any
 import torch
 
 from trainer.config.saved import Run, public_config, save_run
-from trainer.data.marks import Mark
 from trainer.data.stream import RowStream
 from trainer.data.streamed import Index
 from trainer.data.tokenize import Tokens
 from trainer.errors import DataError, Interrupted, TrainerError
 from trainer.export.result import export, stop_tokens
 from trainer.memory.advice import Situation, advising
-from trainer.memory.measure import Memory, rss_peak
+from trainer.memory.measure import Memory
 from trainer.memory.probe import probe_memory, wanted
 from trainer.memory.report import short_plan
 from trainer.memory.snapshot import Snapshot, statistics
 from trainer.run import session, streaming
 from trainer.run.answers import held_out_answers
 from trainer.run.disk import disk_trouble_ignored, full_disk, leaving_nothing, storage_errors
+from trainer.run.records import manifest, marks_of, summary_of
 from trainer.run.resume import Beginning, check_same_data, decide
 from trainer.run.session import Prepared, Ready, Stages
 from trainer.run.tables import answers_table, end_table, start_table
 from trainer.tracking.console import Screen
 from trainer.tracking.metrics import Metrics
 from trainer.tracking.options import Tracker
-from trainer.tracking.run_folder import RunFolder, git_commit, new_run_id, versions
+from trainer.tracking.run_folder import RunFolder, new_run_id
 from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state, write_atomically
 from trainer.training.evaluate import evaluate
 from trainer.training.interrupts import Interrupts
@@ -41,7 +41,6 @@ from trainer.training.loop import train
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import matmul_flops
 from trainer.training.watch import Watch
-from trainer.training.weights import trainable_hash
 from trainer.units import GIB
 
 
@@ -62,7 +61,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
             index, step = Index(run_dir / "stream.jsonl"), training.first_step(beginning)
 
             def check_data(train_set: Tokens | RowStream) -> None:
-                data_hash, marks = train_set.content_hash(), _marks(train_set)
+                data_hash, marks = train_set.content_hash(), marks_of(train_set)
                 check_same_data(training.folder, beginning, data_hash, marks, run.config.train.resume)
 
             prepared = session.prepare(run, training.stages, index, step, check_data)
@@ -223,27 +222,13 @@ class TrainingRun:
         """A fresh state, or that of the checkpoint; returns the generators' states."""
         device = ready.prepared.device
         if beginning.checkpoint is None:
-            write_atomically(self.folder.file("manifest.json"), json.dumps(self._manifest(ready, run_id), indent=1))
+            write_atomically(
+                self.folder.file("manifest.json"), json.dumps(manifest(self.run.config, ready, run_id), indent=1)
+            )
             return rng_state(device)
         self.state = load_state(beginning.checkpoint)
         self.peak_memory = self.state.peak_memory
         return load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, device)
-
-    def _manifest(self, ready: Ready, run_id: str) -> dict[str, Any]:
-        config, prepared = self.run.config, ready.prepared
-        return {
-            "run_id": run_id,
-            "versions": versions(),
-            "git_commit": git_commit(),
-            "model": config.model.path,
-            "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
-            "weights": config.model.weights.value,
-            "data_hash": prepared.train_set.content_hash(),
-            "data_files": {name: mark.to_json() for name, mark in _marks(prepared.train_set).items()},
-            "seed": config.seed,
-            "fresh_adapter_hash": trainable_hash(ready.adapted),
-            "hardware": session.hardware(prepared.device),
-        }
 
     @contextmanager
     def _until_interrupted(self, watch: Watch) -> Iterator[None]:
@@ -293,7 +278,7 @@ class TrainingRun:
             status = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
             message = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
             with disk_trouble_ignored():
-                self._write_summary({**self._summary(status), "error": message})
+                self._write_summary({**summary_of(self, status), "error": message})
             raise
 
     def _where(self) -> str:
@@ -309,7 +294,7 @@ class TrainingRun:
         if prepared.held_out is not None and self.run.config.train.compare_prompts:
             with self.stages.stage("answers"):
                 answers = held_out_answers(ready, ends, self.run.config.train.compare_prompts)
-        summary = {**self._summary("completed"), "adapter": name, "answers": answers}
+        summary = {**summary_of(self, "completed"), "adapter": name, "answers": answers}
         self._write_summary(summary)
         answers_table(self.screen, answers)
         end_table(self.screen, summary, self.stages, self.memory, run_dir, self._where())
@@ -317,41 +302,7 @@ class TrainingRun:
             self.screen.table("allocator", statistics(prepared.device))
         return summary
 
-    def _summary(self, status: str) -> dict[str, Any]:
-        state, ready = self.state, self.ready
-        return {
-            "status": status,
-            "steps": state.step,
-            "num_tokens": state.num_tokens,
-            "num_targets": state.num_targets,
-            "skipped_steps": state.skipped_steps,
-            "final_loss": state.last_loss,
-            "first_eval_loss": state.first_eval_loss,
-            "eval_loss": state.eval_loss,
-            "best_eval_loss": state.best_eval_loss,
-            "best_step": state.best_step,
-            "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
-            "peak_memory_gib": self.peak_memory / GIB,
-            "predicted_peak_memory_gib": ready.prepared.plan.prediction.peak / GIB if ready else None,
-            "memory_baseline_gib": self.memory.baseline / GIB if self.memory else None,
-            "memory_stages_gib": {n: s.as_gib() for n, s in self.memory.stages.items()} if self.memory else None,
-            "rss_peak_gib": rss_peak() / GIB,
-            "trainable_parameters": ready.trainable_parameters if ready else None,
-            "total_parameters": ready.total_parameters if ready else None,
-            "wall_seconds": time.perf_counter() - self.started,
-            "compiled_graphs": self.graphs,
-            "stages": self.stages.seconds,
-            "seconds_to_first_step": sum(self.start_up.values()) if self.start_up else None,
-            "stages_to_first_step": self.start_up,
-            "adapter": None,
-        }
-
     def _write_summary(self, summary: dict[str, Any]) -> None:
         write_atomically(self.folder.file("summary.json"), json.dumps(summary, indent=1, ensure_ascii=False))
         if self.tracker is not None:
             self.tracker.finish(summary)
-
-
-def _marks(train_set: Tokens | RowStream) -> dict[str, Mark]:
-    """Of the files of a stream; what is read whole is known by its tokens."""
-    return train_set.marks if isinstance(train_set, RowStream) else {}

@@ -89,16 +89,12 @@ class StreamedBase(Offload):
     streams = True
 
     def check(self, model, adapter):
-        from trainer.model.adapters import decoder_linears
         from trainer.model.offload.load import decoder_blocks
 
         key = f"offload={self.name}"
-        blocks = decoder_blocks(model)
-        if not blocks:
+        if not decoder_blocks(model):
             raise ModelError(f"{key}: {type(model).__name__} is not built from blocks that can be fetched one by one.")
-        inside = [name for name in decoder_linears(model) if any(name.startswith(f"{block}.") for block in blocks)]
-        saved = getattr(adapter, "modules_to_save", [])
-        whole = [ending for ending in saved if any(name.endswith(ending) for name in inside)]
+        whole = adapter.trained_whole(model)
         if whole:
             raise ModelError(
                 f"adapter.modules_to_save={whole}: trains whole layers of blocks that {key} streams, which are frozen. "

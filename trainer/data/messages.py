@@ -1,0 +1,169 @@
+"""Messages as the chat templates of transformers know them: role, content, tool_calls with arguments as an object.
+
+What a row says and no sample can hold is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import closest
+
+ROLES = ("system", "user", "assistant", "tool")
+
+ALIASES = {
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+"""Names that other formats give to our roles; data.roles adds to them and wins."""
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that rows give to what the assistant thought before it answered; templates know the first."""
+
+Message = dict[str, Any]
+
+
+class BadRow(ValueError):
+    """A row that cannot become a sample; the message says why, the caller knows where."""
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Messages for the chat template."""
+
+    messages: list[Message]
+    trained: list[bool]
+    """which messages may be targets, before data.train_on"""
+    tools: list[dict[str, Any]] | None = None
+    """functions that the assistant may call, as JSON schemas"""
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text without a template: targets are all of `text`, none of `prompt`."""
+
+    prompt: str
+    text: str
+
+
+Sample = Dialogue | PlainText
+
+
+def dialogue(
+    messages: Any, name: str, roles: dict[str, str], tools: list[dict] | None = None, shift: int = 0
+) -> Dialogue:
+    """The messages under the name that the row gives them; `shift` of them do not stand in its list. Raises BadRow."""
+    messages = parsed(messages, name)
+    if not isinstance(messages, list) or not messages:
+        raise BadRow(f"{name} must be a list of messages, not {shown(messages)}")
+    clean, trained = [], []
+    for i, message in enumerate(messages):
+        where = f"{name}[{i - shift}]"
+        if not isinstance(message, dict):
+            raise BadRow(f"{where} must be an object with role and content, not {shown(message)}")
+        clean.append(_message(message, where, roles))
+        trained.append(_is_trained(message, clean[-1]["role"], where))
+    return Dialogue(clean, trained, tools)
+
+
+def _message(message: dict[str, Any], where: str, roles: dict[str, str]) -> Message:
+    role = message.get("role")
+    known = roles.get(role, role) if isinstance(role, str) else role
+    if known not in ROLES:
+        hint = closest(str(role), ROLES)
+        raise BadRow(f"{where}.role is {shown(role)}{hint}; allowed are {', '.join(ROLES)}. data.roles maps others")
+    calls = message.get("tool_calls")
+    if calls is None and message.get("function_call") is not None:
+        calls = [message["function_call"]]
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    clean: Message = {"role": known, "content": _text_of(content, where)}
+    if calls:
+        if known != "assistant":
+            raise BadRow(f"{where}.tool_calls: only the assistant calls tools, not {shown(known)}")
+        clean["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    for key in ("name", "tool_call_id", *THOUGHTS):
+        if message.get(key) is not None:
+            if not isinstance(message[key], str):
+                raise BadRow(f"{where}.{key} must be a string, not {shown(message[key])}")
+            clean.setdefault(THOUGHTS[0] if key in THOUGHTS else key, message[key])
+    return clean
+
+
+def _text_of(content: Any, where: str) -> str:
+    """A string, or a list of text parts (OpenAI) put together."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRow(f"{where}.content must be a string or a list of text parts, not {shown(content)}")
+    texts = []
+    for i, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, str):
+            texts.append(part)
+        else:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadRow(f"{where}.content[{i}] must be a text part, not {shown(kind)}: only text is trained on")
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """One function call as templates want it: arguments as an object, though OpenAI writes them as a string."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow(f"{where} must name a function and its arguments, not {shown(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise BadRow(f"{where}.arguments is no JSON ({error.msg}): {shown(arguments)}") from None
+    if not isinstance(arguments, dict):
+        raise BadRow(f"{where}.arguments must be an object, not {shown(arguments)}")
+    clean = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": call["id"], **clean} if isinstance(call.get("id"), str) else clean
+
+
+def _is_trained(message: dict[str, Any], role: str, where: str) -> bool:
+    """An assistant's message is, unless its `train` or `weight` (OpenAI) says no."""
+    flags = []
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None:
+        if not isinstance(train, bool):
+            raise BadRow(f"{where}.train must be true or false, not {shown(train)}")
+        flags.append(train)
+    if weight is not None:
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise BadRow(f"{where}.weight must be 0 or 1, not {shown(weight)}")
+        flags.append(bool(weight))
+    if len(set(flags)) > 1:
+        raise BadRow(f"{where}: train={shown(train)} and weight={shown(weight)} contradict each other")
+    if role != "assistant":
+        if any(flags):
+            raise BadRow(f"{where}: only an assistant's message can be trained on, not the {role}'s")
+        return False
+    return flags[0] if flags else True
+
+
+def parsed(value: Any, name: str) -> Any:
+    """A list that stands in a text column (csv, parquet) as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"{name} is no JSON ({error.msg} at {error.pos}): {shown(value)}") from None
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in a message, in short."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
