@@ -7,9 +7,12 @@ results do not depend on which instructions the machine has.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
+# A shell without job control starts what runs in its background with SIGINT ignored, and a child inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("WANDB_API_KEY", "HF_TOKEN"):
