@@ -52,6 +52,8 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "bf16, none": ["precision=bf16", "checkpointing=none"],
     "bf16, all parameters train": ["precision=bf16", "quant=none", "adapter=none"],
     "bf16, all parameters train, none": ["precision=bf16", "quant=none", "adapter=none", "checkpointing=none"],
+    "MLP in 7 pieces": ["model.mlp_tiles=7"],
+    "MLP in 7 pieces, keep=linear": ["model.mlp_tiles=7", "checkpointing=selective", "checkpointing.keep=linear"],
     "block mask (Gemma 2)": [f"{A}model_type=gemma2", f"{A}head_dim=32"],
     "block mask (Gemma 2), 1,024 tokens, none": [
         f"{A}model_type=gemma2", f"{A}head_dim=32", "train.micro_batch_tokens=1024", "checkpointing=none"

@@ -18,6 +18,7 @@ from trainer.data.tokenize import TokenSet
 from trainer.memory.profile import Shape
 from trainer.model import attention
 from trainer.model.load import load_base, load_config
+from trainer.model.tiles import tile
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -44,6 +45,7 @@ def training(config: Config, shape: Shape) -> Training:
     torch.manual_seed(0)
     base = load_base(config.model, model_config, config.quant, dtypes, device, chosen)
     adapted = config.adapter.attach(base)
+    tile(base, config.model.mlp_tiles)
     config.checkpointing.apply(base)
     base.train()
     parameters = [p for p in adapted.parameters() if p.requires_grad]

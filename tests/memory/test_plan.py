@@ -14,6 +14,7 @@ import pytest
 
 from trainer.commands import plan as command
 from trainer.config.compose import compose
+from trainer.config.schema import Device
 from trainer.config.shelf import recipes
 from trainer.errors import ConfigError, ModelError, StorageError
 from trainer.memory import whatif
@@ -26,8 +27,10 @@ RECIPES = [name for name in recipes() if recipes()[name].file.parent.name == "re
 
 
 def words_of(name: str) -> list[str]:
-    """A recipe without its weights and with some data path, where it leaves that to the user."""
-    return [f"recipe={name}", "model.weights=random", "data.path=rows.jsonl"]
+    """A recipe without its weights, with some data path where it leaves that to the user, and in the dtype and on the
+    device that its figures are for, where it leaves those to the machine."""
+    words = [f"recipe={name}", "model.weights=random", "data.path=rows.jsonl", "precision=bf16"]
+    return words if compose(words).config.device is Device.cuda else [*words, "device=cpu"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -14,7 +18,10 @@ from trainer.memory.plan import Planner
 from trainer.memory.predict import predict
 from trainer.memory.profile import Shape
 from trainer.memory.trace import trace
+from trainer.model import tiles
 from trainer.model.checkpointing import Attention, Full, Keep, NoCheckpointing, Selective
+from trainer.model.pieces import pieces
+from trainer.training import frozen_head
 
 TOLERANCE = 0.05
 
@@ -28,8 +35,9 @@ TOLERANCE = 0.05
         ["quant=int8", "checkpointing=attention"],
         ["quant=none", "adapter=none", "optim=adamw_8bit", "train.accumulation_steps=1"],
         [f"{A}model_type=gemma2", f"{A}head_dim=32", "checkpointing=none"],
+        ["checkpointing=selective", "checkpointing.keep=linear", "model.mlp_tiles=7"],
     ],
-    ids=["nf4 full", "deep none full loss", "every_k", "int8 attention", "all parameters", "block mask"],
+    ids=["nf4 full", "deep none full loss", "every_k", "int8 attention", "all parameters", "block mask", "tiles"],
 )
 def test_the_peak_of_a_real_step_is_as_predicted(words):
     predicted, real = compare(words)
@@ -45,6 +53,44 @@ def test_depth_is_a_matter_of_repeating_the_middle_block(policy):
     long = predict(planner.static, [whole] * planner.depth, planner.optimizer.workspace, planner.accumulates)
     assert whole.depth == 7
     assert short.peak == long.peak
+
+
+@pytest.mark.parametrize("policy", [Full(), NoCheckpointing()], ids=["full", "none"])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["adapter.fused=false"], ["adapter=none", "quant=none"], ["adapter.dropout=0.1", "packing=none"]],
+    ids=["fused", "PEFT", "all parameters", "dropout, padded"],
+)
+def test_pieces_that_a_trace_leaves_out_change_nothing(policy, words, monkeypatch):
+    """Seven pieces of the MLP's rows and nine of the loss's, the last shorter, against a loop over all of them."""
+    config = compose([*BASE, *words, "model.mlp_tiles=7", "loss.chunk_tokens=120"]).config
+    shape = Shape((251,) * 4, 1000, packed=config.packing.packed)
+
+    def profile_and_lengths():
+        lengths = []
+        with monkeypatch.context() as patch:
+            for module in (tiles, frozen_head):
+                patch.setattr(module, "pieces", lambda found: lengths.append(len(pieces(found))) or pieces(found))
+            return Planner(config, shape=shape).profile(policy), lengths
+
+    short, run = profile_and_lengths()
+    monkeypatch.setattr("trainer.memory.trace.shortened", contextlib.nullcontext)
+    whole, run_whole = profile_and_lengths()
+    assert set(run) == {3}
+    assert min(run_whole) == 7 and len(run) == len(run_whole)
+    assert short == whole
+
+
+def test_the_first_trace_of_a_process_sees_what_later_ones_see():
+    """torch registers the chunked loss's operation when it is first called: in a process of its own."""
+    code = (
+        "from tests.memory.test_predict import *\n"
+        "config = compose([*BASE, 'quant=none', 'adapter=none']).config\n"
+        "first, second = (Planner(config, shape=worst_shape(config)).profile(Full()) for _ in range(2))\n"
+        "assert first == second, (first.loss, second.loss)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_full_checkpointing_keeps_one_input_a_block():

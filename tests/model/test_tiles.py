@@ -12,7 +12,7 @@ from tests.model.test_fused import LOSS, assert_equal, attached, other_model, qu
 from trainer.errors import ModelError
 from trainer.memory.tracker import Tracker
 from trainer.model.attention import PACKED
-from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.model.checkpointing import Full, Keep, NoCheckpointing, Selective
 from trainer.model.tiles import num_tiles, tile
 
 POLICIES = [NoCheckpointing(), Full()]
@@ -112,6 +112,26 @@ def test_less_is_alive_at_once():
         peaks.append(tracker.peak - before)
     inner = 600 * 1024 * 4
     assert peaks[0] > 3 * inner and peaks[1] < peaks[0] - 2.5 * inner
+
+
+@pytest.mark.parametrize("keep", list(Keep), ids=lambda keep: keep.value)
+def test_a_selective_policy_keeps_nothing_of_the_pieces(keep):
+    """Backward computes them again by itself, so what a policy kept of them would be kept for nothing."""
+    kept = []
+    batch = packed_batch(random_tokens([600]))
+    for intermediate_size in (256, 1024):
+        model = attached(llama(PACKED, intermediate_size=intermediate_size), fused=True)
+        expected = step(model, Selective(keep), batch=batch)
+        tile(model.get_base_model(), 8)
+        assert_equal(expected, step(model, Selective(keep), batch=batch))
+        tracker = Tracker(1)
+        tracker.hold(*model.parameters())
+        before = tracker.live
+        with tracker:
+            loss = LOSS.sum(model.get_base_model(), batch)
+        kept.append(tracker.live - before)
+        del loss
+    assert kept[0] == kept[1]
 
 
 def test_evaluation_in_pieces():

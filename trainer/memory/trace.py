@@ -20,6 +20,7 @@ from trainer.memory.recorder import Recorder
 from trainer.memory.standins import Outline, Standin4bit, Standin8bit, outline
 from trainer.memory.tracker import ROUNDING
 from trainer.model import attention
+from trainer.model.pieces import shortened
 from trainer.model.precision import Dtypes
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def trace(
     if whole and depth < num_layers:
         model = outline(config, model_config, dtypes.compute, chosen)
     recorder = Recorder(ROUNDING[device_type])
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), shortened():
         _to_fakes(model)
         model.base.train()
         checkpointing.apply(model.base)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from trainer.model.checkpointing import may_keep
 
 OPAQUE = ("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",)
 """torch.library operations written in Python: their function can be run on fake tensors."""
@@ -57,12 +60,11 @@ class Tracker(TorchDispatchMode):
         self.peak = 0
         """most bytes since the last mark"""
         self.outputs: Counter[Any] = Counter()
-        """bytes of the outputs of each operation"""
+        """bytes of the outputs of each operation that a policy could keep"""
         self.born = 0
         """storages seen so far"""
         self._births: dict[int, tuple[int, int]] = {}
         self._seen: dict[int, weakref.ref] = {}
-        self._open = _opened()
 
     def hold(self, *tensors: Any) -> None:
         """Counts tensors that were there before, and whatever else is first seen."""
@@ -100,7 +102,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        opened = self._open.get(function)
+        opened = _opened(function)
         if opened is not None:
             with self:
                 result = opened(*args, **kwargs)
@@ -109,14 +111,15 @@ class Tracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
-                self.outputs[function] += leaf.numel() * leaf.element_size()
+                if may_keep():
+                    self.outputs[function] += leaf.numel() * leaf.element_size()
         return result
 
 
-def _opened() -> dict[Any, Callable]:
-    """Operation -> the Python function it stands for."""
-    functions: dict[Any, Callable] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
-    for name in OPAQUE:
-        if name in OPDEFS:  # absent before torch 2.13
-            functions[OPDEFS[name]._opoverload] = OPDEFS[name]._init_fn
-    return functions
+@cache
+def _opened(operation: Any) -> Callable | None:
+    """The Python function that an operation stands for. Asked when it is met: torch registers some on first use."""
+    name = operation._schema.name
+    if name == "bitsandbytes::gemm_4bit":
+        return _gemm_4bit
+    return OPDEFS[name]._init_fn if name in OPAQUE else None

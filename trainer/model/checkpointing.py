@@ -7,7 +7,9 @@ conf/checkpointing/selective.yaml.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -19,6 +21,7 @@ from trainer.registry import option
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.checkpoint import CheckpointPolicy
 
 
 @dataclass
@@ -167,7 +170,7 @@ class Selective(Checkpointing):
     def apply_block(self, block):
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-        contexts = partial(create_selective_checkpoint_contexts, kept_operations(self.keep))
+        contexts = partial(create_selective_checkpoint_contexts, partial(_keeps, set(kept_operations(self.keep))))
         _run_by(block, partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
 
@@ -238,6 +241,31 @@ def kept_operations(keep: Keep) -> list[Any]:
         if packet is not None:
             found.append(packet.default)
     return found
+
+
+_nothing_kept = ContextVar("nothing_kept", default=False)
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """What is computed within it is computed again for backward by itself: a selective policy keeps none of it."""
+    token = _nothing_kept.set(True)
+    try:
+        yield
+    finally:
+        _nothing_kept.reset(token)
+
+
+def may_keep() -> bool:
+    """Whether a selective policy keeps outputs of what runs now."""
+    return not _nothing_kept.get()
+
+
+def _keeps(operations: set[Any], ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    kept = operation in operations and may_keep()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Segment:

@@ -18,7 +18,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.errors import ModelError
-from trainer.model.checkpointing import checkpointable
+from trainer.model.checkpointing import checkpointable, nothing_kept
+from trainer.model.pieces import pieces
 
 AUTO = "auto"
 
@@ -88,11 +89,12 @@ class _Tiled(Function):
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         ctx.states = []
         out = torch.empty_like(x)
-        for piece, target in zip(x.chunk(count, dim=-2), out.chunk(count, dim=-2), strict=True):
+        for piece, target in pieces(list(zip(x.chunk(count, dim=-2), out.chunk(count, dim=-2), strict=True))):
             ctx.states.append(_generator(x.device))
             # As in backward, with a graph that is dropped at once: the fused functions compute in training only. What
             # that graph saves is hidden from a checkpoint around it, whose recomputation would go on for it.
-            with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+            hidden = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+            with torch.enable_grad(), hidden, nothing_kept():
                 target.copy_(own(piece.detach().requires_grad_()).detach())
         return out
 
@@ -103,8 +105,8 @@ class _Tiled(Function):
         sums: list[Any] = [None] * len(ctx.trained)
         enabled, dtype = ctx.autocast
         now = _generator(x.device)
-        pieces = [tensor.chunk(ctx.count, dim=-2) for tensor in (x, grad, grad_x)]
-        for piece, grad_out, target, state in zip(*pieces, ctx.states, strict=True):
+        parts = zip(*(tensor.chunk(ctx.count, dim=-2) for tensor in (x, grad, grad_x)), strict=True)
+        for (piece, grad_out, target), state in zip(pieces(list(parts)), ctx.states, strict=True):
             _restore(x.device, state)
             piece = piece.detach().requires_grad_()
             wanted = [piece, *ctx.trained]
@@ -113,6 +115,7 @@ class _Tiled(Function):
             found = list(torch.autograd.grad(out, wanted, grad_out, allow_unused=True))
             target.copy_(found.pop(0))
             sums = [g if s is None else s if g is None else s.add_(g) for s, g in zip(sums, found, strict=True)]
+            del out, found  # before the next piece's
         _restore(x.device, now)
         return grad_x, None, None, None, *sums
 

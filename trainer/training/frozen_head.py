@@ -13,6 +13,8 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from trainer.model.pieces import pieces
+
 
 def frozen_head_sum(
     hidden: torch.Tensor,  # (N, H), in the head's dtype
@@ -31,7 +33,7 @@ class _FrozenHeadSum(Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for begin in range(0, len(hidden), chunk_tokens):
+            for begin in pieces(range(0, len(hidden), chunk_tokens)):
                 chunk = slice(begin, begin + chunk_tokens)
                 loss, probabilities = _chunk(hidden[chunk], weight, bias, labels[chunk, None])
                 total += loss
