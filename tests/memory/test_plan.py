@@ -129,10 +129,18 @@ def test_the_peak_is_the_highest_moment_and_not_the_sum(planner):
 
 @pytest.mark.parametrize(
     ("heights", "word"),
-    [([10, 20, 30, 40], "staircase"), ([10, 10, 10], "level"), ([10, 20, 20, 20], "optimizer state"), ([1], "few")],
+    [
+        ([10, 20, 30, 40], "a staircase: 100,000 bytes more after every step, a leak"),
+        ([10, 40, 50, 60], "a staircase: 100,000 bytes"),
+        ([10, 10, 10, 10], "level"),
+        ([0, 0.009, 0.018, 0.027], "level"),  # less than a thousandth of the peak
+        ([10, 20, 20, 20], "optimizer state"),
+        ([10, 20, 10, 20], "uneven"),
+        ([1, 1, 1], "few"),
+    ],
 )
 def test_shapes_of_a_timeline_are_named(heights, word):
-    assert word in timeline_shape([height * 10_000 for height in heights])
+    assert word in timeline_shape([round(height * 10_000) for height in heights], peak=100_000)
 
 
 def test_shapes_within_a_step_are_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 
 import pytest
 import torch
@@ -80,6 +81,33 @@ def test_a_snapshot_on_a_cpu_names_the_lines_that_hold_the_most(base_overrides, 
     assert "within a step: a plateau of activations" in snapshot["shape"]
     assert snapshot["shape"] in (tmp_path / "train.log").read_text().replace("\n", " ")
     assert any("transformers" in row["line"] or "model/" in row["line"] for row in snapshot["largest_at_peak"])
+
+
+def _shape_of(run_dir):
+    return json.loads((run_dir / "memory_snapshot.json").read_text())["shape"]
+
+
+def test_a_leak_in_a_run_is_a_staircase(base_overrides, tmp_path, monkeypatch):
+    left_behind = []
+    real = train.Watch.after_step
+
+    def leaking(self, state, grad_norm):
+        real(self, state, grad_norm)
+        left_behind.append(torch.zeros(100_000))
+
+    monkeypatch.setattr(train.Watch, "after_step", leaking)
+    train_here([*base_overrides, "memory.snapshot=5", "train.max_steps=6"], tmp_path)
+    assert re.search(r"after each step: a staircase: [34]\d\d,\d{3} bytes more after every step", _shape_of(tmp_path))
+
+
+def test_a_runs_optimizer_state_is_one_rise_and_its_step_a_spike(base_overrides, tmp_path):
+    """Every parameter trains on short rows: the moments outweigh the activations."""
+    words = ["adapter=none", "quant=none", "optim=adamw", "memory.snapshot=4", "train.max_steps=6"]
+    words += ["train.micro_batch_tokens=64", "data.max_length=64", "train.accumulation_steps=1"]
+    train_here([*base_overrides, *words], tmp_path / "run")
+    assert "one rise at the first step, then level: optimizer state" in _shape_of(tmp_path / "run")
+    train_here([*base_overrides, *words, "memory.snapshot=1"], tmp_path / "first")
+    assert re.search(r"within a step: a spike of [\d,]+ bytes at the optimizer's step", _shape_of(tmp_path / "first"))
 
 
 @pytest.mark.slow

@@ -66,30 +66,39 @@ class Snapshot:
     steps: int
     folder: Path
     heights: list[int] = field(default_factory=list)
-    """live bytes after each step"""
+    """live bytes before the first step and after each"""
     timeline: list[Mark] = field(default_factory=list)
     """every stage of the recorded steps"""
     _recorder: Allocations | None = None
 
+    @property
+    def started(self) -> bool:
+        return bool(self.heights)
+
     def start(self) -> None:
+        """The recording begins: before the first step."""
         if self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000)
-            return
-        self._recorder = Allocations()
-        self._recorder.__enter__()
+        else:
+            self._recorder = Allocations()
+            self._recorder.__enter__()
+        self.heights.append(self._live())
+
+    def _live(self) -> int:
+        """Bytes now; on a CPU of what has come to life since the recording began."""
+        return self._recorder.live if self._recorder else torch.cuda.memory_allocated(self.device)
 
     def mark(self, stage: str, allocated: int, peak: int) -> None:
         """Notes a stage; on a CPU the recorder's own count, to the byte, takes the place of the allocator's."""
         if self._recorder is not None:
             allocated, peak = self._recorder.mark()
-        self.timeline.append(Mark(len(self.heights) + 1, STAGES[stage], allocated, peak))
+        self.timeline.append(Mark(len(self.heights), STAGES[stage], allocated, peak))
 
     def after_step(self) -> Path | None:
         """Called after each optimizer step; returns the file once it is written."""
         if self.steps == 0:
             return None
-        recorder = self._recorder
-        self.heights.append(recorder.live if recorder else torch.cuda.memory_allocated(self.device))
+        self.heights.append(self._live())
         self.steps -= 1
         return self.stop() if self.steps == 0 else None
 
@@ -113,7 +122,8 @@ class Snapshot:
         """memory_snapshot.json: the timeline, what its shape means, and what else is known."""
         file = self.folder / "memory_snapshot.json"
         marks = [asdict(mark) for mark in self.timeline]
-        content = {**content, "live_after_step": self.heights, "timeline": marks, "shape": self.shape()}
+        heights = {"live_before": self.heights[0], "live_after_step": self.heights[1:]}
+        content = {**content, **heights, "timeline": marks, "shape": self.shape()}
         file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         return file
 
@@ -124,22 +134,24 @@ class Snapshot:
 
     def shape(self) -> str:
         """What the timeline looks like, between steps and within the last one."""
-        return f"after each step: {timeline_shape(self.heights)}; within a step: {step_shape(self.timeline)}"
+        peak = max([mark.peak for mark in self.timeline], default=0)
+        return f"after each step: {timeline_shape(self.heights, peak)}; within a step: {step_shape(self.timeline)}"
 
 
-def timeline_shape(heights: list[int]) -> str:
-    """What the heights after each step mean: a staircase is a leak; one rise at the first step is optimizer state."""
-    if len(heights) < 3:
+def timeline_shape(heights: list[int], peak: int) -> str:
+    """What the heights before the first step and after each mean, beside the highest within a step: a staircase is a
+    leak; one rise at the first step is optimizer state. A thousandth of the peak is no rise."""
+    if len(heights) < 4:
         return "too few steps to tell a shape"
-    rises = [after - before for before, after in pairwise(heights)]
-    threshold = max(max(heights) // 1000, 1)
+    first, *rises = [after - before for before, after in pairwise(heights)]
+    threshold = max(peak // 1000, 1)
     if all(rise > threshold for rise in rises):
         return f"a staircase: {sum(rises) / len(rises):,.0f} bytes more after every step, a leak"
-    if rises[0] > threshold and all(abs(rise) <= threshold for rise in rises[1:]):
+    if any(abs(rise) > threshold for rise in rises):
+        return "uneven"
+    if first > threshold:
         return "one rise at the first step, then level: optimizer state"
-    if all(abs(rise) <= threshold for rise in rises):
-        return "level: nothing is left behind by a step"
-    return "uneven"
+    return "level: nothing is left behind by a step"
 
 
 def step_shape(timeline: list[Mark]) -> str:

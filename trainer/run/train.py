@@ -90,7 +90,6 @@ class TrainingRun:
     """seconds of each stage before the first step of this process"""
     peak_memory: int = 0
     memory: Memory | None = None
-    _recording: bool = False
 
     def look(self) -> Beginning:
         """Takes the folder and decides how to begin."""
@@ -258,8 +257,7 @@ class TrainingRun:
         """Starts the recording of allocations before the first step, and tells where it lies after the last."""
         if self.run.config.memory.snapshot == 0:
             return
-        if not self.snapshot.heights and self.snapshot.steps == self.run.config.memory.snapshot and not self._recording:
-            self._recording = True
+        if not self.snapshot.started:
             self.snapshot.start()
             self.memory.recording = self.snapshot.mark
             self.stack.callback(self.snapshot.abandon)
