@@ -147,7 +147,7 @@ class _ActivateDown(Function):
         adapters = _Adapters((down,), tensors, node.follower_masks)
         node.follower_masks = None  # saved in `node`; a second reference would outlive a checkpoint
         with _no_autocast(gate):
-            inner = (activation.forward(gate) * up).flatten(0, -2)  # (M, F)
+            inner = activation.forward(gate).mul_(up).flatten(0, -2)  # (M, F)
             outputs = [down.base_output(inner)]
             adapters.add_updates(outputs, adapters.low_rank(inner))
         return outputs[0].view(*gate.shape[:-1], -1)
