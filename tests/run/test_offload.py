@@ -54,7 +54,8 @@ def test_a_run_is_bit_equal_to_the_resident_one(offload, weights, job, tmp_path)
         answers = [load_trained(load_run(f), f).answer([{"role": "user", "content": "Hi"}], 12) for f in folders]
         assert answers[0] == answers[1]
     row = metrics(tmp_path / "streamed", "offload")[-1]
-    assert row["step"] == 4 and row["blocks"] > 0 and 0 <= row["hidden_share"] <= 1
+    assert row["step"] == 4 and row["what"] == "blocks"
+    assert row["moved_gib"] > 0 and 0 <= row["hidden_share"] <= 1
 
 
 def test_a_streamed_run_goes_on_where_it_stopped(job, tmp_path):
@@ -120,6 +121,9 @@ def test_a_module_that_trains_whole_cannot_be_streamed(job, tmp_path):
 def test_moved_inputs_change_no_number(job, tmp_path, capsys):
     train_here([*job, *DEEP], tmp_path / "kept")
     train_here([*job, *DEEP, "offload=activations"], tmp_path / "moved")
+    row = metrics(tmp_path / "moved", "offload")[-1]
+    assert row["step"] == 4 and row["what"] == "block inputs"
+    assert row["moved_gib"] > 0 and 0 <= row["hidden_share"] <= 1
     assert numbers(tmp_path / "moved") == numbers(tmp_path / "kept")
     assert same_adapter(tmp_path / "moved", tmp_path / "kept")
     assert "GiB of block inputs in host memory" in capsys.readouterr().out

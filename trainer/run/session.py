@@ -34,6 +34,7 @@ from trainer.memory.speed import recomputed_share
 from trainer.model import attention
 from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
+from trainer.model.offload.activations import Mover
 from trainer.model.offload.load import streamed_base
 from trainer.model.offload.stream import Source, Stream
 from trainer.model.precision import Dtypes
@@ -98,6 +99,8 @@ class Ready:
     total_parameters: int
     stream: Stream | None
     """what brings the frozen blocks"""
+    mover: Mover | None
+    """what keeps block inputs in host memory"""
 
 
 def prepare(
@@ -219,7 +222,8 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
         with stages.stage("compilation"):
             batch = collate(*prepared.steps.fullest(), config.packing.packed).to(device)
             config.kernels.verify(base, config.loss, dtypes, batch, memory)
-    return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total, stream)
+    mover = getattr(prepared.plan.policy, "mover", None)
+    return Ready(prepared, loop, adapted, f"{chosen} ({why})", trainable, total, stream, mover)
 
 
 def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTrainedModel, Stream | None]:

@@ -12,6 +12,7 @@ from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.run import RunMemory
+    from trainer.model.offload.activations import Mover
     from trainer.model.offload.stream import Stream
 
 WAITING = 0.1
@@ -41,27 +42,28 @@ def say_inputs(screen: Screen, plan: RunMemory, device_type: str) -> None:
     screen.say(words)
 
 
-def report(screen: Screen, metrics: Metrics, stream: Stream, step: int, seconds: float) -> None:
+def report(screen: Screen, metrics: Metrics, moving: Stream | Mover, step: int, seconds: float) -> None:
     """What was moved since the beginning, and whether the computation hid it; `seconds` went by in steps."""
-    hidden, copies = stream.copies.hidden_share(), stream.copies
+    hidden, copies = moving.copies.hidden_share(), moving.copies
     if hidden is None:
         return
-    rate = stream.moved.num_bytes / copies.copy_seconds
+    rate = moving.moved_bytes / copies.copy_seconds
     metrics.write(
         "offload",
         step=step,
-        blocks=stream.moved.blocks,
-        moved_gib=stream.moved.num_bytes / GIB,
+        what=moving.what,
+        moved_gib=moving.moved_bytes / GIB,
         copy_seconds=copies.copy_seconds,
         waited_seconds=copies.waited_seconds,
         hidden_share=hidden,
     )
     words = (
-        f"offload: {stream.moved.num_bytes / GIB:.3f} GiB moved at {rate / GIB:.2f} GiB/s, {hidden:.0%} of it hidden "
+        f"offload: {moving.moved_bytes / GIB:.3f} GiB of {moving.what} moved at {rate / GIB:.2f} GiB/s, "
+        f"{hidden:.0%} of it hidden "
         f"behind the computation, {copies.waited_seconds:.1f} s waited"
     )
     if copies.waited_seconds > WAITING * seconds:
         words += ". More tokens a micro-batch hide more" + (
-            "; a faster disk: offload.folder" if isinstance(stream.source, FileSource) else ""
+            "; a faster disk: offload.folder" if isinstance(getattr(moving, "source", None), FileSource) else ""
         )
     screen.say(words)

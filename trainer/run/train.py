@@ -125,6 +125,8 @@ class TrainingRun:
         self.ready = ready = session.build(self.run, prepared, memory, self.stages)
         if ready.stream is not None:
             self.stack.callback(ready.stream.close)
+        if ready.mover is not None:
+            self.stack.callback(ready.mover.copies.close)
         rng = self._begin_or_restore(ready, beginning, run_id)
         if self.tracker is not None and (manifest := self.folder.manifest()) is not None:
             self.tracker.identify(manifest)
@@ -174,9 +176,10 @@ class TrainingRun:
                 watch.after_step(state, grad_norm)
                 self._note_start_up(time.perf_counter() - began)
                 self._note_graphs(state)
-                if ready.stream is not None and state.step in (begun_step + 1, prepared.steps.num_steps):
+                moving = ready.stream or ready.mover
+                if moving is not None and state.step in (begun_step + 1, prepared.steps.num_steps):
                     seconds = state.seconds - begun_seconds
-                    streaming.report(self.screen, self.metrics, ready.stream, state.step, seconds)
+                    streaming.report(self.screen, self.metrics, moving, state.step, seconds)
                 self.situation.where = f"step {state.step + 1}"
 
             with self.stages.stage("training"), self._until_interrupted(watch):

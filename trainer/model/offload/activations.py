@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,13 +28,16 @@ class MovedInputs(Checkpointing):
     """Another policy, with the inputs that it keeps in host memory."""
 
     inner: Checkpointing
+    mover: Mover | None = field(default=None, init=False, repr=False, compare=False)
+    """of the model that it was applied to"""
 
     moves_inputs = True
 
     def apply(self, model):
         self.inner.apply(model)
         device = next(model.parameters()).device
-        move_inputs(model, Mover(copies_for(device), device))
+        self.mover = Mover(copies_for(device), device)
+        move_inputs(model, self.mover)
 
     def apply_block(self, block):
         self.inner.apply_block(block)
@@ -77,6 +80,8 @@ class Kept:
 
 class Mover:
     """Moves inputs between the device and buffers in host memory that are used again and again."""
+
+    what = "block inputs"
 
     def __init__(self, copies: Copies, device: torch.device):
         self.copies, self.device = copies, device

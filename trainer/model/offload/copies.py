@@ -110,6 +110,7 @@ class CudaCopies(Copies):
         before = self._mark(stream)
         stream.wait_event(done)
         self._waited.append((before, self._mark(stream)))
+        self.settle()  # else a long run's events pile up
 
     def settle(self):
         self.copy_seconds += self._sum(self._copied) + self._read_seconds

@@ -155,6 +155,8 @@ class Moved:
 class Stream:
     """Brings blocks to the device."""
 
+    what = "blocks"
+
     def __init__(self, blocks: list[Block], source: Source, copies: Copies, device: torch.device):
         self.blocks, self.source, self.copies, self.device = blocks, source, copies, device
         self.moved = Moved()
@@ -188,6 +190,10 @@ class Stream:
         upcoming = self._expected()
         if all(s.block != upcoming for s in self._slots):
             self._bring(upcoming)
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.moved.num_bytes
 
     def close(self) -> None:
         self.copies.close()
