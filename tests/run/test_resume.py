@@ -373,4 +373,13 @@ def test_changed_data_is_refused(job, tmp_path):
     write_jsonl(file, chat_rows([*THIRTEEN[:-1], ("Another?", "Yes, another.")]))
     with pytest.raises(StorageError, match="training data has changed"):
         train_here(changed, run)
+    half = shutil.copytree(run, tmp_path / "half")
     assert train_here([*changed, "train.resume=force"], run)["status"] == "completed"
+
+    def killed():
+        kill_after_step(7)
+        train_here([*changed, "train.resume=force"], half)
+
+    assert in_child(killed) == -signal.SIGKILL
+    assert train_here(changed, half)["status"] == "completed", "what was forced once is this run's data"
+    assert_equal_runs(half, run)

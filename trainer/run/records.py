@@ -29,12 +29,17 @@ def manifest(config: Config, ready: Ready, run_id: str) -> dict[str, Any]:
         "model": config.model.path,
         "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
         "weights": config.model.weights.value,
-        "data_hash": prepared.train_set.content_hash(),
-        "data_files": {name: mark.to_json() for name, mark in marks_of(prepared.train_set).items()},
+        **data_of(prepared.train_set),
         "seed": config.seed,
         "fresh_adapter_hash": trainable_hash(ready.adapted),
         "hardware": hardware(prepared.device),
     }
+
+
+def data_of(train_set: Tokens | RowStream) -> dict[str, Any]:
+    """What the manifest knows the data by: a run that goes on with other data is refused."""
+    files = {name: mark.to_json() for name, mark in marks_of(train_set).items()}
+    return {"data_hash": train_set.content_hash(), "data_files": files}
 
 
 def marks_of(train_set: Tokens | RowStream) -> dict[str, Mark]:

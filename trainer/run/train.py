@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer.config.saved import Run, public_config, save_run
+from trainer.config.schema import Resume
 from trainer.data.stream import RowStream
 from trainer.data.streamed import Index
 from trainer.data.tokenize import Tokens
@@ -26,7 +27,7 @@ from trainer.memory.snapshot import Snapshot, statistics
 from trainer.run import session, streaming
 from trainer.run.answers import held_out_answers
 from trainer.run.disk import disk_trouble_ignored, full_disk, leaving_nothing, storage_errors
-from trainer.run.records import manifest, marks_of, summary_of
+from trainer.run.records import data_of, manifest, marks_of, summary_of
 from trainer.run.resume import Beginning, check_same_data, decide
 from trainer.run.session import Prepared, Ready, Stages
 from trainer.run.tables import answers_table, end_table, start_table
@@ -224,13 +225,17 @@ class TrainingRun:
         """A fresh state, or that of the checkpoint; returns the generators' states."""
         device = ready.prepared.device
         if beginning.checkpoint is None:
-            write_atomically(
-                self.folder.file("manifest.json"), json.dumps(manifest(self.run.config, ready, run_id), indent=1)
-            )
+            self._write_manifest(manifest(self.run.config, ready, run_id))
             return rng_state(device)
+        known = self.folder.manifest()
+        if known is not None and self.run.config.train.resume is Resume.force:
+            self._write_manifest({**known, **data_of(ready.prepared.train_set)})  # what it goes on with from here
         self.state = load_state(beginning.checkpoint)
         self.peak_memory = self.state.peak_memory
         return load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, device)
+
+    def _write_manifest(self, content: dict[str, Any]) -> None:
+        write_atomically(self.folder.file("manifest.json"), json.dumps(content, indent=1))
 
     @contextmanager
     def _until_interrupted(self, watch: Watch) -> Iterator[None]:
