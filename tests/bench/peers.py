@@ -269,6 +269,88 @@ def trl_fp32(settings: Settings, memory: Memory) -> None:
     trl(settings, memory, fp32_adapters=True)
 
 
+def llamafactory(settings: Settings, memory: Memory) -> None:
+    """LLaMA-Factory's own training with its neat packing, on the rows that ours packs."""
+    import types
+    from importlib.machinery import ModuleSpec
+
+    # It imports torchaudio for audio data; the builds of it that go with a CPU build of torch are not everywhere.
+    module = types.ModuleType("torchaudio")
+    module.__spec__ = ModuleSpec("torchaudio", None)
+    sys.modules.setdefault("torchaudio", module)
+    from datasets import Dataset, DatasetDict
+    from llamafactory.train.sft import workflow
+    from llamafactory.train.tuner import run_exp
+    from transformers import TrainerCallback
+
+    rows = []
+    for row in settings["rows"]:
+        samples = [settings["samples"][i] for i in row]
+        padding = -sum(len(sample["input_ids"]) for sample in samples) % 8  # as its collator, which forgets positions
+        made_of = {
+            "input_ids": [sample["input_ids"] for sample in samples],
+            "labels": [sample["labels"] for sample in samples],
+            "position_ids": [range(len(sample["input_ids"])) for sample in samples],
+            "attention_mask": [[number] * len(sample["input_ids"]) for number, sample in enumerate(samples, 1)],
+        }
+        fill = {"labels": -100}
+        rows.append({key: sum(map(list, parts), []) + [fill.get(key, 0)] * padding for key, parts in made_of.items()})
+    data = Path(settings["scratch"]) / "llamafactory_rows"
+    DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(str(data))
+    referee, made = Referee(memory), []
+
+    class Remembering(_with_loss(workflow.CustomSeq2SeqTrainer)):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    class Between(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if not referee.wait():
+                raise Stop
+
+        def on_step_end(self, args, state, control, **kwargs):
+            referee.done(float(made[0].last_loss))
+
+    workflow.CustomSeq2SeqTrainer = Remembering
+    arguments = {
+        "stage": "sft",
+        "do_train": True,
+        "model_name_or_path": settings["model"],
+        "quantization_bit": 4,
+        "quantization_method": "bnb",
+        "double_quantization": True,
+        "finetuning_type": "lora",
+        "lora_target": "all",
+        "lora_rank": 16,
+        "lora_alpha": 32,
+        "flash_attn": "sdpa",
+        "template": "empty",
+        "dataset": "tokenised",
+        "tokenized_path": str(data),
+        "cutoff_len": settings["row_tokens"],
+        "neat_packing": True,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": len(rows),
+        "disable_gradient_checkpointing": settings["checkpointing"] != "full",
+        "use_reentrant_gc": False,
+        "infer_dtype": "float32",
+        "max_steps": 10_000,
+        "learning_rate": settings["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "optim": "adamw_torch",
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "output_dir": str(Path(settings["scratch"]) / "llamafactory"),
+    }
+    run_exp(arguments, callbacks=[Between()])
+
+
 def _tokenizer(settings: Settings):
     from transformers import AutoTokenizer
 
@@ -281,6 +363,7 @@ KINDS: dict[str, Callable[[Settings, Memory], None]] = {
     "trainer_flat": trainer_flat,
     "trl": trl,
     "trl_fp32": trl_fp32,
+    "llamafactory": llamafactory,
 }
 
 

@@ -1,11 +1,12 @@
-"""Tokens a CPU second and memory of an optimizer step: this trainer against transformers, PEFT and TRL.
+"""Tokens a CPU second and memory of an optimizer step: this trainer against Trainer + PEFT, TRL and LLaMA-Factory.
 
     python -m tests.bench speed
 
 TRAINER_SMOLLM2: folder of SmolLM2-135M; without it only a random 4-layer model runs. TRAINER_BENCH_DATA: an alpaca-like
 json file; without it the embedded orders, whose samples hardly differ in length. TRAINER_PEERS: an interpreter that
-has TRL; without it TRL is left out. TRAINER_BENCH_SAMPLES, TRAINER_BENCH_ROUNDS: samples a step (8), rounds (5).
-TRAINER_BENCH_POLICIES: full,none. TRAINER_BENCH_CONTESTANTS: which of them, ours first (all).
+has TRL; without it TRL is left out. TRAINER_LLAMAFACTORY: one that has LLaMA-Factory (it pins other versions; beside a
+CPU build of torch uninstall torchvision and torchaudio there). TRAINER_BENCH_SAMPLES, TRAINER_BENCH_ROUNDS: samples a
+step (8), rounds (5). TRAINER_BENCH_POLICIES: full,none. TRAINER_BENCH_CONTESTANTS: which of them, ours first (all).
 
 Every contestant is a process that takes the same samples through one optimizer step when told to. Rounds are
 interleaved, A B C A B C, so that a busy machine hits all alike; a ratio is taken within a round, and the median of
@@ -45,6 +46,7 @@ CONTESTANTS = {
     "ours_auto": ("this trainer, checkpointing=auto in the padded peer's memory", "ours", ["checkpointing=auto"]),
     "trl_fp32": ("TRL SFTTrainer packed, adapters fp32", "trl_fp32", []),
     "trl": ("TRL SFTTrainer packed, its defaults", "trl", []),
+    "llamafactory": ("LLaMA-Factory, neat packing", "llamafactory", []),
 }
 """Name -> (as printed, kind of process, our overrides)."""
 
@@ -162,7 +164,7 @@ def start(
     overrides = [*overrides, *more_overrides]
     file, errors = scratch / f"{name}.json", scratch / f"{name}.log"
     file.write_text(json.dumps({**settings, "overrides": [*settings["overrides"], *overrides]}), encoding="utf-8")
-    interpreter = os.environ["TRAINER_PEERS"] if kind.startswith("trl") else sys.executable
+    interpreter = os.environ[needs(name)] if needs(name) else sys.executable
     process = subprocess.Popen(
         [interpreter, "-m", "tests.bench.peers", kind, str(file)],
         cwd=REPO,
@@ -176,6 +178,13 @@ def start(
     stack.callback(process.wait)
     stack.callback(process.stdin.close)
     return Contestant(name, process)
+
+
+def needs(name: str) -> str | None:
+    """The variable that names the interpreter of a contestant that needs one of its own."""
+    if name.startswith("trl"):
+        return "TRAINER_PEERS"
+    return "TRAINER_LLAMAFACTORY" if name == "llamafactory" else None
 
 
 def random_model(folder: Path) -> Path:
@@ -249,7 +258,7 @@ def main() -> None:
     rounds = int(os.environ.get("TRAINER_BENCH_ROUNDS", "5"))
     policies = os.environ.get("TRAINER_BENCH_POLICIES", "full,none").split(",")
     names = os.environ.get("TRAINER_BENCH_CONTESTANTS", ",".join(CONTESTANTS)).split(",")
-    names = [name for name in names if not name.startswith("trl") or "TRAINER_PEERS" in os.environ]
+    names = [name for name in names if needs(name) is None or needs(name) in os.environ]
     sections, results = [machine() + "."], {}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
