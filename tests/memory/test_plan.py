@@ -133,7 +133,8 @@ def test_the_peak_is_the_highest_moment_and_not_the_sum(planner):
         ([10, 20, 30, 40], "a staircase: 100,000 bytes more after every step, a leak"),
         ([10, 40, 50, 60], "a staircase: 100,000 bytes"),
         ([10, 10, 10, 10], "level"),
-        ([0, 0.009, 0.018, 0.027], "level"),  # less than a thousandth of the peak
+        ([0, 0.009, 0.018, 0.027], "level"),  # less than a thousandth of the peak a step
+        ([0, 0.1, 0, 0.1], "level"),  # a hundredth
         ([10, 20, 20, 20], "optimizer state"),
         ([10, 20, 10, 20], "uneven"),
         ([1, 1, 1], "few"),

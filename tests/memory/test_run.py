@@ -71,6 +71,9 @@ def test_a_snapshot_on_a_cpu_names_the_lines_that_hold_the_most(base_overrides, 
     train_here([*base_overrides, "memory.snapshot=2", "train.max_steps=3"], tmp_path)
     snapshot = json.loads((tmp_path / "memory_snapshot.json").read_text())
     assert len(snapshot["live_after_step"]) == 2
+    before, after = snapshot["live_before"], snapshot["live_after_step"][0]
+    assert 500_000 < before < after < 1.5 * before, "the model was there before; the optimizer's state came"
+    assert any(row["line"] == "before the recording" for row in snapshot["largest_at_peak"])
     sizes = [row["bytes"] for row in snapshot["largest_at_peak"]]
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= snapshot["peak_bytes"]
     marks = snapshot["timeline"]

@@ -11,6 +11,7 @@ from tests.factories import VOCABULARY, llama, packed_batch, random_tokens
 from tests.model.test_fused import LOSS, assert_equal, attached, other_model, quantised, step
 from trainer.errors import ModelError
 from trainer.memory.tracker import Tracker
+from trainer.model import fused
 from trainer.model.attention import PACKED
 from trainer.model.checkpointing import Full, Keep, NoCheckpointing, Selective
 from trainer.model.tiles import num_tiles, tile
@@ -132,6 +133,13 @@ def test_a_selective_policy_keeps_nothing_of_the_pieces(keep):
         kept.append(tracker.live - before)
         del loss
     assert kept[0] == kept[1]
+
+
+def test_the_start_table_still_knows_what_is_fused():
+    model = attached(llama(PACKED), fused=True)
+    expected = fused.describe(model)
+    tile(model.get_base_model(), 3)
+    assert fused.describe(model) == expected and "2 MLP" in expected
 
 
 def test_evaluation_in_pieces():

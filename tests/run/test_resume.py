@@ -358,6 +358,22 @@ def test_force_goes_on_with_other_settings(job, tmp_path, capsys):
     assert metrics(run)[-1]["learning_rate"] == pytest.approx(1e-3), "the new horizon's last rate"
 
 
+def test_force_that_cannot_go_on_changes_nothing(job, tmp_path):
+    """Another rank does not fit the checkpoint: the settings are named, no file is blamed, and the run goes on as it
+    was."""
+    file = write_jsonl(tmp_path / "rows.jsonl", chat_rows(THIRTEEN))
+    job, run = [*job, f"data.path={file}"], tmp_path / "run"
+    half_run(job, run)
+    original = file.read_text()
+    write_jsonl(file, chat_rows([*THIRTEEN[:-1], ("Another?", "Yes, another.")]))
+    with pytest.raises(StorageError) as error:
+        train_here([*job, "adapter.r=4", "train.resume=force"], run)
+    said = str(error.value)
+    assert "made with other settings" in said and "adapter.r: 64 there, 4 here" in said and "Remove" not in said
+    file.write_text(original)
+    assert train_here(job, run)["status"] == "completed"
+
+
 def test_settings_that_change_no_weight_may_differ(job, uninterrupted, tmp_path):
     run = tmp_path / "run"
     half_run(job, run)

@@ -11,6 +11,7 @@ T: tokens of a row. D: hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def tile(model: torch.nn.Module, tiles: int | str) -> None:
 def _forward(mlp: torch.nn.Module, tiles: int | str, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
     own = mlp.forward
 
+    @wraps(own)
     def forward(x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         count = num_tiles(tiles, x.shape[-2], width)
         if count == 1:
@@ -81,16 +83,16 @@ class _Keep(Function):
 
 
 class _Tiled(Function):
-    """The MLP piece by piece. It saves nothing but the generator's states; `node` saved its input."""
+    """The MLP piece by piece. It saves nothing but the generator's state: nothing else draws from it between two
+    pieces, so pieces that run in the same order draw the same. `node` saved its input."""
 
     @staticmethod
     def forward(ctx, x, own, count, node, *trained):
         ctx.own, ctx.count, ctx.node, ctx.trained = own, count, node, trained
         ctx.autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        ctx.states = []
+        ctx.state = _generator(x.device)
         out = torch.empty_like(x)
         for piece, target in pieces(list(zip(x.chunk(count, dim=-2), out.chunk(count, dim=-2), strict=True))):
-            ctx.states.append(_generator(x.device))
             # As in backward, with a graph that is dropped at once: the fused functions compute in training only. What
             # that graph saves is hidden from a checkpoint around it, whose recomputation would go on for it.
             hidden = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
@@ -105,9 +107,9 @@ class _Tiled(Function):
         sums: list[Any] = [None] * len(ctx.trained)
         enabled, dtype = ctx.autocast
         now = _generator(x.device)
+        _restore(x.device, ctx.state)
         parts = zip(*(tensor.chunk(ctx.count, dim=-2) for tensor in (x, grad, grad_x)), strict=True)
-        for (piece, grad_out, target), state in zip(pieces(list(parts)), ctx.states, strict=True):
-            _restore(x.device, state)
+        for piece, grad_out, target in pieces(list(parts)):
             piece = piece.detach().requires_grad_()
             wanted = [piece, *ctx.trained]
             with torch.enable_grad(), torch.autocast(x.device.type, dtype=dtype, enabled=enabled):

@@ -29,6 +29,8 @@ class Beginning:
     """of the run that is continued"""
     finished: dict[str, Any] | None = None
     """summary of a completed run"""
+    changed: tuple[str, ...] = ()
+    """settings that it was forced to go on with"""
 
 
 def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[[str], None]) -> Beginning:
@@ -42,17 +44,18 @@ def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[
             f"output_dir={folder.path}: holds a run already, and train.resume=never. Choose another folder."
         )
     changed = differences(saved, run, FREE_KEYS)
+    told = tuple(f"{key}: {old} there, {new} here" for key, old, new in changed)
     if changed and resume is not Resume.force:
         raise StorageError(
             f"output_dir={folder.path}: holds another run. Different here:\n"
-            + "\n".join(f"  {key}: {old} there, {new} here" for key, old, new in changed)
+            + "\n".join(f"  {line}" for line in told)
             + "\nChoose another output_dir, or continue that run with these settings: train.resume=force."
         )
     summary, manifest = folder.summary(), folder.manifest()
     if summary is not None and summary["status"] == "completed" and not changed:
         return Beginning(finished=summary)
     run_id = manifest["run_id"] if manifest else None
-    return Beginning(checkpoint=checkpoints.newest(say), run_id=run_id)
+    return Beginning(checkpoint=checkpoints.newest(say), run_id=run_id, changed=told)
 
 
 def check_same_data(

@@ -212,8 +212,8 @@ class TrainingRun:
         folder = self.folder
         self.stack.callback(self.screen.close)
         self.screen.keep_log(folder.file("train.log"))
-        folder.file("summary.json").unlink(missing_ok=True)
-        save_run(self.run, folder.path)
+        if beginning.checkpoint is None:
+            self._begin_records()
         self.metrics = Metrics(folder.file("metrics.jsonl"))
         self.stack.callback(self.metrics.close)
         run_id = beginning.run_id or new_run_id()
@@ -221,18 +221,25 @@ class TrainingRun:
             self.tracker = self.run.config.track.build(folder.path, run_id, public_config(self.run))
         return run_id
 
+    def _begin_records(self) -> None:
+        """The folder is this run's from here on."""
+        self.folder.file("summary.json").unlink(missing_ok=True)
+        save_run(self.run, self.folder.path)
+
     def _begin_or_restore(self, ready: Ready, beginning: Beginning, run_id: str) -> dict[str, torch.Tensor]:
         """A fresh state, or that of the checkpoint; returns the generators' states."""
         device = ready.prepared.device
         if beginning.checkpoint is None:
             self._write_manifest(manifest(self.run.config, ready, run_id))
             return rng_state(device)
+        self.state = load_state(beginning.checkpoint)
+        self.peak_memory = self.state.peak_memory
+        rng = load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, device, beginning.changed)
+        self._begin_records()  # not before: a run that cannot go on leaves them as they were
         known = self.folder.manifest()
         if known is not None and self.run.config.train.resume is Resume.force:
             self._write_manifest({**known, **data_of(ready.prepared.train_set)})  # what it goes on with from here
-        self.state = load_state(beginning.checkpoint)
-        self.peak_memory = self.state.peak_memory
-        return load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, device)
+        return rng
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
         write_atomically(self.folder.file("manifest.json"), json.dumps(content, indent=1))

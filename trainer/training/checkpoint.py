@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -101,10 +101,17 @@ def load_state(folder: Path) -> State:
 
 
 def load_checkpoint(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    changed: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Puts weights, optimizer state and generators back; returns the generators' states. Raises StorageError."""
-    with _readable(folder):
+    """Puts weights, optimizer state and generators back; returns the generators' states. Raises StorageError.
+
+    `changed`: settings, in words, that are others than those the checkpoint was made with.
+    """
+    with _readable(folder, changed):
         load_trainable(model, folder)
         load_optimizer(optimizer, folder)
         rng = load_file(folder / RNG)
@@ -113,15 +120,22 @@ def load_checkpoint(
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """A checkpoint whose hashes fit but whose content is not this run's was made by something else."""
+def _readable(folder: Path, changed: Sequence[str] = ()) -> Iterator[None]:
+    """A checkpoint whose hashes fit but whose content is not this run's was made with other settings, or by something
+    else."""
     try:
         yield
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        text = f"checkpoint {folder.name} in {folder.parent} cannot be loaded into this run"
+        if changed:
+            raise StorageError(
+                f"{text}, which was made with other settings:\n"
+                + "\n".join(f"  {line}" for line in changed)
+                + "\nWhat is trained has another shape. Go on with the settings there, or choose another output_dir."
+            ) from error
         raise StorageError(
-            f"checkpoint {folder.name} in {folder.parent} cannot be loaded into this run: "
-            f"{str(error).splitlines()[0]}. Its files are as its manifest says, so something else wrote them. "
-            "Remove the folder to go on from the checkpoint before it."
+            f"{text}: {' '.join(str(error).split())[:300]}. Its files are as its manifest says, so something else "
+            "wrote them. Remove the folder to go on from the checkpoint before it."
         ) from error
 
 
