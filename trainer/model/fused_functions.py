@@ -158,14 +158,13 @@ class _ActivateDown(Function):
         _, tensors, _, _, (gate, up), masks = groups
         adapters = _Adapters((ctx.down,), tensors[_num_tensors(ctx.node.projections) :], masks)
         with _no_autocast(gate):
-            activated = ctx.activation.forward(gate)
-            inner = (activated * up).flatten(0, -2)
+            inner = ctx.activation.forward(gate).mul_(up).flatten(0, -2)
             grad_inner, grad_tensors = adapters.backward(
                 inner, [grad.reshape(-1, grad.shape[-1])], adapters.low_rank(inner), True
             )
-            del inner
+            del inner  # the block's highest moment is behind: computing the activation again costs less than keeping it
             grad_inner = grad_inner.view(gate.shape)
-            grad_up = activated.mul_(grad_inner)
+            grad_up = ctx.activation.forward(gate).mul_(grad_inner)
             grad_gate = ctx.activation.backward(grad_inner.mul_(up), gate)
         return grad_gate, grad_up, None, None, None, *grad_tensors
 
