@@ -136,6 +136,12 @@ def _arguments(settings: Settings, kind: type, **fields: Any):
 
 def _run(trainer: Any, memory: Memory) -> None:
     """Any transformers Trainer, stopped between steps by a callback."""
+    trainer.add_callback(_between(memory, lambda: trainer))
+    trainer.train()
+
+
+def _between(memory: Memory, trainer: Callable[[], Any]) -> Any:
+    """The callback in which a Trainer waits for the referee; `trainer` finds it once it is made."""
     from transformers import TrainerCallback
 
     referee = Referee(memory)
@@ -146,10 +152,9 @@ def _run(trainer: Any, memory: Memory) -> None:
                 raise Stop
 
         def on_step_end(self, args, state, control, **kwargs):
-            referee.done(float(trainer.last_loss))
+            referee.done(float(trainer().last_loss))
 
-    trainer.add_callback(Between())
-    trainer.train()
+    return Between()
 
 
 def _with_loss(base: type) -> type:
@@ -281,7 +286,6 @@ def llamafactory(settings: Settings, memory: Memory) -> None:
     from datasets import Dataset, DatasetDict
     from llamafactory.train.sft import workflow
     from llamafactory.train.tuner import run_exp
-    from transformers import TrainerCallback
 
     rows = []
     for row in settings["rows"]:
@@ -297,20 +301,12 @@ def llamafactory(settings: Settings, memory: Memory) -> None:
         rows.append({key: sum(map(list, parts), []) + [fill.get(key, 0)] * padding for key, parts in made_of.items()})
     data = Path(settings["scratch"]) / "llamafactory_rows"
     DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(str(data))
-    referee, made = Referee(memory), []
+    made = []
 
     class Remembering(_with_loss(workflow.CustomSeq2SeqTrainer)):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self)
-
-    class Between(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if not referee.wait():
-                raise Stop
-
-        def on_step_end(self, args, state, control, **kwargs):
-            referee.done(float(made[0].last_loss))
 
     workflow.CustomSeq2SeqTrainer = Remembering
     arguments = {
@@ -348,7 +344,7 @@ def llamafactory(settings: Settings, memory: Memory) -> None:
         "dataloader_pin_memory": False,
         "output_dir": str(Path(settings["scratch"]) / "llamafactory"),
     }
-    run_exp(arguments, callbacks=[Between()])
+    run_exp(arguments, callbacks=[_between(memory, lambda: made[0])])
 
 
 def _tokenizer(settings: Settings):

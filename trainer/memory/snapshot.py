@@ -36,20 +36,24 @@ class Allocations(Tracker):
         for item in gc.get_objects():
             kind = type(item)  # not isinstance: some objects do things when they are asked for their class
             if issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor) and item.device.type == "cpu":
-                self.hold(item)
-        self.made = {key: (size, "before the recording", *rest) for key, (size, _, *rest) in self.made.items()}
+                super()._count(item)
+                self._note(item, "before the recording")
+        self._highest, self.at_peak = self.live, self._largest()
 
     def _count(self, tensor: torch.Tensor) -> None:
-        key = tensor.untyped_storage()._cdata
-        if key in self._seen:
+        if tensor.untyped_storage()._cdata in self._seen:
             return
         super()._count(tensor)
-        size = tensor.untyped_storage().nbytes()
-        self.made[key] = (size, _line(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        self._note(tensor, _line())
         if self.live > self._highest:
             self._highest = self.live
             if self.live > 1.02 * sum(item[0] for item in self.at_peak[:1]):
                 self.at_peak = self._largest()
+
+    def _note(self, tensor: torch.Tensor, line: str) -> None:
+        storage = tensor.untyped_storage()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.made[storage._cdata] = (storage.nbytes(), line, tuple(tensor.shape), dtype)
 
     def _largest(self) -> list[tuple[int, str, tuple[int, ...], str]]:
         alive = [self.made[key] for key in self._seen if key in self.made]
