@@ -10,8 +10,8 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trainer.config import schema  # noqa: F401  (registers the options)
-from trainer.data.batch import MicroBatch, collate
-from trainer.data.tokenize import TokenSet
+from trainer.data.batches.batch import MicroBatch, collate
+from trainer.data.tokens.tokenize import TokenSet
 from trainer.model.precision import Dtypes
 from trainer.registry import OPTIONS
 from trainer.resources import shipped

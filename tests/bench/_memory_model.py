@@ -13,11 +13,11 @@ from transformers.utils.logging import disable_progress_bar
 from tests.bench._memory_step import Training, live_bytes, machine, peak_of, training, write_section
 from trainer.config.compose import compose
 from trainer.config.schema import Config
+from trainer.device.measure import Memory
 from trainer.memory.fit import fit
-from trainer.memory.measure import Memory
-from trainer.memory.plan import Planner
-from trainer.memory.predict import Prediction
-from trainer.memory.profile import Shape
+from trainer.memory.predict.moments import Prediction
+from trainer.memory.predict.planner import Planner
+from trainer.memory.predict.profile import Shape
 from trainer.model.checkpointing import Full, NoCheckpointing
 from trainer.units import GIB
 

@@ -20,8 +20,8 @@ from tests.bench._memory_cases import BASE, CONFIGURATIONS
 from tests.bench._memory_step import machine, real_step, worst_shape, write_section
 from trainer.config.compose import compose
 from trainer.config.schema import Config
-from trainer.memory.plan import Planner
-from trainer.memory.profile import Shape
+from trainer.memory.predict.planner import Planner
+from trainer.memory.predict.profile import Shape
 from trainer.model.adapters import LoRA, find_targets
 from trainer.model.checkpointing import Full, NoCheckpointing
 from trainer.model.quant import FourBit, Int8

@@ -15,7 +15,7 @@ import torch
 
 from tests.bench._memory_step import live_bytes, machine, peak_of, training, worst_shape, write_section
 from trainer.config.compose import compose
-from trainer.memory.plan import Planner
+from trainer.memory.predict.planner import Planner
 
 MIB = 2**20
 A = "model.architecture."

@@ -13,12 +13,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.config.schema import Config
-from trainer.data.batch import MicroBatch, collate
-from trainer.data.tokenize import TokenSet
-from trainer.memory.profile import Shape
+from trainer.data.batches.batch import MicroBatch, collate
+from trainer.data.tokens.tokenize import TokenSet
+from trainer.memory.predict.profile import Shape
 from trainer.model import attention
-from trainer.model.load import load_base, load_config
-from trainer.model.tiles import tile
+from trainer.model.fused.tiles import tile
+from trainer.model.loading.base import load_base, load_config
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 

@@ -1,6 +1,6 @@
 """The README's page on memory: which line is the largest, which lever it has, what that brings. Numbers are the plan's.
 
-    python -m tests.bench memory tree [--write]
+python -m tests.bench memory tree [--write]
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config.compose import compose
-from trainer.memory import whatif
-from trainer.memory.plan import Planner
-from trainer.memory.speed import work
+from trainer.memory.advice import whatif
+from trainer.memory.predict.planner import Planner
+from trainer.memory.predict.speed import work
 from trainer.model.checkpointing import NoCheckpointing
 from trainer.units import GIB
 

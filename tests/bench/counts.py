@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from tests.data.test_packing import log_normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.data.test_packing import log_normal
 from tests.factories import llama, option
-from tests.model.test_fused import Dequantisations, attached, quantised, saved_bytes, step
-from trainer.memory.tracker import Tracker
+from tests.model.fused.test_modules import Dequantisations, attached, quantised, saved_bytes, step
+from trainer.memory.predict.live_storages import Tracker
 from trainer.model.attention import PACKED
 from trainer.training.losses import Chunked
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-
 from tests.data.test_packing import log_normal
-from trainer.data.packing import BestFit
+
+from trainer.data.batches.packing import BestFit
 
 ROWS, REPEATS = 4000, 5
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly mix potent liquid in vast jars".split()
@@ -84,7 +84,7 @@ def bare_map(file: Path, tokenizer) -> float:
 def ours(file: Path, tokenizer) -> float:
     """CPU seconds of load_tokens from file to mapped tokens, with an empty cache."""
     from trainer.config.compose import compose
-    from trainer.data.tokenize import load_tokens
+    from trainer.data.tokens.tokenize import load_tokens
 
     with tempfile.TemporaryDirectory() as cache:
         words = ["data=file", f"data.path={file}", f"data.cache_dir={cache}", "data.workers=1"]
@@ -126,7 +126,7 @@ def memory(model: str, file: str) -> dict[str, float]:
 
     import trainer.run.session  # noqa: F401  what a run has loaded by then
     from trainer.config.compose import compose
-    from trainer.data.tokenize import load_tokens
+    from trainer.data.tokens.tokenize import load_tokens
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer("warm up")
@@ -153,8 +153,8 @@ def streaming(model: str, file: str) -> dict[str, float]:
 
     import trainer.run.session  # noqa: F401  what a run has loaded by then
     from trainer.config.compose import compose
-    from trainer.data.stream import RowStream
-    from trainer.data.streamed import StreamedSteps
+    from trainer.data.batches.streamed_steps import StreamedSteps
+    from trainer.data.tokens.row_stream import RowStream
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer("warm up")

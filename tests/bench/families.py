@@ -21,7 +21,8 @@ from tests.support import metrics
 from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.export.reload import load_trained
-from trainer.model import attention, load
+from trainer.model import attention
+from trainer.model.loading import base as load
 
 
 def main() -> None:

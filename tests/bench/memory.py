@@ -20,7 +20,7 @@ from tests.bench import _memory_model, _memory_peers, _memory_rss, _memory_tree
 from tests.bench._memory_cases import BASE, CONFIGURATIONS
 from tests.bench._memory_step import machine, real_step, worst_shape, write_section
 from trainer.config.compose import compose
-from trainer.memory.plan import Planner
+from trainer.memory.predict.planner import Planner
 
 
 def compare(words: list[str]) -> tuple[float, float]:

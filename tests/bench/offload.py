@@ -23,9 +23,9 @@ from tests.bench._memory_rss import ENVIRONMENT, Resident, anonymous
 from tests.bench._memory_step import machine, random_batch, worst_shape, write_section
 from trainer.config.compose import compose
 from trainer.model import attention
-from trainer.model.load import load_base, load_config
-from trainer.model.offload.load import streamed_base
-from trainer.model.offload.sources import FileSource
+from trainer.model.loading.base import load_base, load_config
+from trainer.model.offload.block_sources import FileSource
+from trainer.model.offload.streamed_base import streamed_base
 from trainer.units import GIB
 
 A = "model.architecture."

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 
 from tests.factories import FP32, llama, random_tokens
 from trainer.config.compose import compose
-from trainer.data.prefetch import PrefetchingSteps
-from trainer.memory.measure import Memory
+from trainer.data.batches.prefetch import PrefetchingSteps
+from trainer.device.measure import Memory
 from trainer.model.attention import PACKED
 from trainer.training.loop import Loop, train
 from trainer.training.state import State, rng_state

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainer.memory.measure import Memory
+from trainer.device.measure import Memory
 
 Settings = dict[str, Any]
 """Written by speed.py: model (folder), samples (input_ids and labels), rows (sample numbers of each packed row),

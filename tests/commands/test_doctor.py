@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from trainer import __main__ as program
+from trainer.commands import checkup as doctor
+from trainer.commands.checkup import CHECKS, OK, PROBLEM, WARN, examine
 from trainer.commands.doctor import run
 from trainer.errors import ConfigError
 from trainer.model import precision
-from trainer.tracking import doctor
-from trainer.tracking.doctor import CHECKS, OK, PROBLEM, WARN, examine
 
 SECRET = "abcdefghijklmnopqrstuvwxyz0123456789abcd"
 PARTS = (

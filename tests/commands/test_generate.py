@@ -17,7 +17,7 @@ from trainer.config.saved import load_run, save_run
 from trainer.errors import ConfigError, DataError
 from trainer.export.dialogue import Conversation
 from trainer.export.reload import load_trained
-from trainer.model import load
+from trainer.model.loading import base as load
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_exactly_one_begin_token(trained):
 
 def test_the_prompt_is_what_was_trained_on(trained):
     """The tokens before an answer in training are those that generation asks with."""
-    from trainer.data.messages import Dialogue
+    from trainer.data.chat.messages import Dialogue
 
     messages = [*ask("Say hi"), {"role": "assistant", "content": "Hi!"}]
     ids, is_target = trained.encoder.encode(Dialogue(messages, [False, True], None))

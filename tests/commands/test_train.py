@@ -10,7 +10,7 @@ import torch
 from tests.program import here
 from tests.support import cli, metrics, train_here, write_jsonl
 from trainer.commands.train import _split
-from trainer.config import device
+from trainer.device import find as device
 from trainer.errors import ConfigError
 
 FRESH = ("tokens_per_second", "seconds", "time", "rss_peak_gib", "mfu", "roof_share", "matmul_tflops")

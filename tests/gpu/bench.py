@@ -21,13 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.factories import llama, random_tokens
 from trainer.config.compose import compose
-from trainer.data.batch import MicroBatch, collate
-from trainer.memory.plan import Planner
-from trainer.memory.speed import recomputed_share
-from trainer.memory.trace import Shape
-from trainer.model import attention, fused
+from trainer.data.batches.batch import MicroBatch, collate
+from trainer.memory.predict.planner import Planner
+from trainer.memory.predict.speed import recomputed_share
+from trainer.memory.predict.trace import Shape
+from trainer.model import attention
 from trainer.model.checkpointing import NoCheckpointing, attention_of, blocks_of
-from trainer.model.load import load_base, load_config
+from trainer.model.fused import modules as fused
+from trainer.model.loading.base import load_base, load_config
 from trainer.training.throughput import count_arithmetic, matmul_flops
 
 GIB = 1024**3

@@ -19,14 +19,14 @@ import torch
 from tests.factories import random_tokens
 from trainer.config.compose import compose
 from trainer.config.schema import Config
-from trainer.data.batch import MicroBatch, collate
-from trainer.memory.measure import Memory
-from trainer.memory.plan import CUDA_CONTEXT, SLACK, Planner
-from trainer.memory.profile import Shape
+from trainer.data.batches.batch import MicroBatch, collate
+from trainer.device.measure import Memory
+from trainer.device.stages import fragmentation
+from trainer.memory.predict.planner import CUDA_CONTEXT, SLACK, Planner
+from trainer.memory.predict.profile import Shape
 from trainer.memory.snapshot import Snapshot
-from trainer.memory.stages import fragmentation
 from trainer.model import attention
-from trainer.model.load import load_base, load_config
+from trainer.model.loading.base import load_base, load_config
 from trainer.units import GIB
 
 DEADLINE_SECONDS = 200

@@ -17,13 +17,13 @@ import torch
 from tests.factories import gradients, random_tokens
 from trainer.config.compose import compose
 from trainer.config.schema import Config
-from trainer.data.batch import collate
-from trainer.memory.plan import Planner
-from trainer.memory.speed import EFFICIENCY, work
+from trainer.data.batches.batch import collate
+from trainer.memory.predict.planner import Planner
+from trainer.memory.predict.speed import EFFICIENCY, work
 from trainer.model import attention
-from trainer.model.load import load_base, load_config
-from trainer.model.offload.load import streamed_base
-from trainer.model.tiles import tile
+from trainer.model.fused.tiles import tile
+from trainer.model.loading.base import load_base, load_config
+from trainer.model.offload.streamed_base import streamed_base
 from trainer.training.throughput import matmul_flops
 from trainer.units import GIB
 

@@ -9,8 +9,8 @@ from tests.bench._memory_step import real_step, worst_shape
 from trainer.config.compose import compose
 from trainer.errors import ConfigError
 from trainer.memory.fit import fit
-from trainer.memory.plan import GIB, Planner
-from trainer.memory.speed import recomputed_share
+from trainer.memory.predict.planner import GIB, Planner
+from trainer.memory.predict.speed import recomputed_share
 from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock
 
 WORDS = [*BASE, f"{A}num_hidden_layers=6", "checkpointing=auto"]

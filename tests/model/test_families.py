@@ -19,11 +19,12 @@ from tests.factories import packed_batch, padded_batch
 from tests.support import chat_rows, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.config.saved import load_run
-from trainer.data.tokenize import TokenSet
+from trainer.data.tokens.tokenize import TokenSet
 from trainer.errors import ModelError
 from trainer.export.reload import load_trained
-from trainer.model import attention, load
+from trainer.model import attention
 from trainer.model.families import TEXT_KEYS
+from trainer.model.loading import base as load
 from trainer.run import session
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.factories import FP32, gradients, largest_difference, llama, option, packed_batch, random_tokens
+from trainer.device.measure import Memory
 from trainer.errors import ConfigError, ModelError
-from trainer.memory.measure import Memory
 from trainer.model import kernels
 from trainer.model.attention import PACKED
 from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock, Selective

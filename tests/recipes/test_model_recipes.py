@@ -11,8 +11,8 @@ import torch
 from tests.support import train_here
 from trainer.config.compose import compose
 from trainer.config.shelf import recipes
-from trainer.model import load
 from trainer.model.adapters import decoder_linears
+from trainer.model.loading import base as load
 
 PUBLISHED = {
     "qlora_llama3_8b": (8_030_261_248, "llama"),

@@ -13,7 +13,7 @@ from tests.support import metrics, train_here
 from trainer.config.saved import load_run
 from trainer.errors import ConfigError, ModelError, StorageError
 from trainer.export.reload import load_trained
-from trainer.model.offload import sources
+from trainer.model.offload import block_sources as sources
 from trainer.run.train import run_training
 from trainer.training.checkpoint import Checkpoints
 

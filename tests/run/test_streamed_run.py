@@ -10,17 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.run.test_beginning import assert_equal_runs
 
-from tests.data.test_stream import mixture, pairs
+from tests.data.tokens.test_row_stream import mixture, pairs
 from tests.processes import in_child, kill_after_step
 from tests.program import here
-from tests.run.test_resume import assert_equal_runs
 from tests.support import chat_rows, metrics, train_here, write_jsonl
 from trainer.config.compose import compose
-from trainer.data import marks as marks_module
-from trainer.data import rows as rows_module
-from trainer.data.marks import Mark
-from trainer.data.stream import RowStream
+from trainer.data.sources import file_marks as marks_module
+from trainer.data.sources import rows as rows_module
+from trainer.data.sources.file_marks import Mark
+from trainer.data.tokens.row_stream import RowStream
 from trainer.errors import StorageError
 
 
@@ -176,8 +176,8 @@ def test_helpers_do_not_outlive_a_trainer_that_is_killed(job, tmp_path):
     pids = tmp_path / "pids"
 
     def killed():
-        from trainer.data.stream import RowStream
-        from trainer.model.load import load_tokenizer
+        from trainer.data.tokens.row_stream import RowStream
+        from trainer.model.loading.base import load_tokenizer
 
         config = compose([*job, f"output_dir={tmp_path / 'run'}"]).config
         stream = RowStream(config.data, load_tokenizer(config.model), lambda window: None)

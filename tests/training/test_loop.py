@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.factories import FP32, llama, padded_batch, random_tokens, summed_loss
 from tests.support import metrics, train_here
 from trainer.config.compose import compose
-from trainer.data.loader import TrainingSteps
+from trainer.data.batches.loader import TrainingSteps
+from trainer.device.measure import Memory
 from trainer.errors import NonFiniteError
-from trainer.memory.measure import Memory
 from trainer.model.attention import PACKED
 from trainer.training.checkpoint import load_state
 from trainer.training.loop import Loop, train
@@ -283,8 +283,8 @@ def test_ten_steps_equal_transformers_trainer(adapter, tiny, chats, base_overrid
     from transformers import Trainer, TrainingArguments
 
     from tests.factories import load
-    from trainer.data.tokenize import load_tokens
-    from trainer.model.load import load_tokenizer
+    from trainer.data.tokens.tokenize import load_tokens
+    from trainer.model.loading.base import load_tokenizer
 
     shape = ["packing=none", "train.micro_batch_size=3", "train.accumulation_steps=2", "train.max_steps=10"]
     rate = 1e-3

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.factories import llama, option, packed_batch, padded_batch, random_tokens
-from trainer.model import fused
+from trainer.model.fused import modules as fused
 from trainer.training.losses import Full
 from trainer.training.throughput import count_arithmetic, matmul_flops
 

@@ -35,13 +35,13 @@ def run(words: list[str]) -> int:
     wanted = any(word.lstrip("+").startswith("output_dir=") for word in settings)
     config = composed.config
 
-    from trainer.data.audit import CLOSE, OPEN, audit, lines, shown, to_json
-    from trainer.data.load import read_data
-    from trainer.data.loader import TrainingSteps
-    from trainer.data.stream import RowStream
-    from trainer.data.streamed import StreamedSteps
-    from trainer.data.templates import dress
-    from trainer.model.load import load_tokenizer
+    from trainer.data.batches.loader import TrainingSteps
+    from trainer.data.batches.streamed_steps import StreamedSteps
+    from trainer.data.chat.templates import dress
+    from trainer.data.tokens.audit import CLOSE, OPEN, audit, lines, shown, to_json
+    from trainer.data.tokens.gather import read_data
+    from trainer.data.tokens.row_stream import RowStream
+    from trainer.model.loading.base import load_tokenizer
     from trainer.run.session import quiet_libraries
     from trainer.tracking.console import Screen
 

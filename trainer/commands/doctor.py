@@ -15,8 +15,8 @@ its fix. Nothing is sent or downloaded, and no token or key is shown. The exit c
 def run(words: list[str]) -> int:
     if words:
         raise ConfigError(f"doctor takes no arguments, not {' '.join(words)}")
+    from trainer.commands.checkup import CHECKS, PROBLEM, WARN, examine
     from trainer.tracking.console import Screen
-    from trainer.tracking.doctor import CHECKS, PROBLEM, WARN, examine
 
     screen = Screen()
     rows = []

@@ -24,10 +24,10 @@ def run(words: list[str]) -> int:
     rest = [word for word in words if not word.startswith("explain=")]
     config = compose(rest).config
     wanted = any(word.startswith("output_dir=") for word in rest)
-    from trainer.memory.picture import bar_chart
-    from trainer.memory.plan import Planner
-    from trainer.memory.report import full_plan
-    from trainer.memory.show import show, show_explanation
+    from trainer.memory.advice.picture import bar_chart
+    from trainer.memory.advice.report import full_plan
+    from trainer.memory.advice.show import show, show_explanation
+    from trainer.memory.predict.planner import Planner
     from trainer.run.session import check_shape, quiet_libraries
     from trainer.tracking.console import Screen
 

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from trainer.commands.report_error import report
 from trainer.commands.sweep import run_sweep
 from trainer.config.compose import Planned, plan, quoted, register
-from trainer.config.device import check_device
 from trainer.config.shelf import CONF
+from trainer.device.find import check_device
 from trainer.errors import ConfigError, StorageError, TrainerError, closest
 from trainer.tracking.run_folder import check_usable
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.types import shown
-from trainer.data.options import OverLength, source_problems
+from trainer.data.data_settings import OverLength, source_problems
 from trainer.model.adapters import LoRA, NoAdapter
 from trainer.model.checkpointing import Attention, NoCheckpointing, Selective
 from trainer.model.kernels import Compiled, Torch
-from trainer.model.offload.options import Activations, NoOffload, StreamedBase
-from trainer.model.options import Weights
+from trainer.model.model_settings import Weights
+from trainer.model.offload.offloads import Activations, NoOffload, StreamedBase
 from trainer.model.quant import FourBit, Int8, NoQuant
 from trainer.training.engine import Single
 

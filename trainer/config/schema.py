@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from trainer.data.options import Data
-from trainer.data.packing import Packing
-from trainer.memory.options import MemoryOptions
+from trainer.data.batches.packing import Packing
+from trainer.data.data_settings import Data
+from trainer.memory.memory_settings import MemoryOptions
 from trainer.model.adapters import Adapter
 from trainer.model.checkpointing import Checkpointing
 from trainer.model.kernels import Kernels
-from trainer.model.offload.options import Offload
-from trainer.model.options import Model
+from trainer.model.model_settings import Model
+from trainer.model.offload.offloads import Offload
 from trainer.model.precision import Precision
 from trainer.model.quant import Quant
-from trainer.tracking.options import Track
+from trainer.tracking.trackers import Track
 from trainer.training.engine import Engine
 from trainer.training.losses import Loss
 from trainer.training.optimizers import Optim

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainer.data.messages import Message
-from trainer.export.generate import Say
+from trainer.data.chat.messages import Message
+from trainer.export.answering import Say
 from trainer.export.reload import Trained
 
 

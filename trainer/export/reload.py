@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from trainer.config.saved import Run
 from trainer.config.schema import Config
-from trainer.data.chat import Encoder
-from trainer.data.messages import BadRow, Message
-from trainer.data.options import TrainOn
+from trainer.data.chat.encoder import Encoder
+from trainer.data.chat.messages import BadRow, Message
+from trainer.data.data_settings import TrainOn
 from trainer.errors import DataError, ModelError
-from trainer.export.generate import Say, answer, answer_many
-from trainer.memory.plan import Planner
-from trainer.model.load import load_base, load_config
+from trainer.export.answering import Say, answer, answer_many
+from trainer.memory.predict.planner import Planner
+from trainer.model.loading.base import load_base, load_config
+from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow
-from trainer.model.offload.load import streamed_base
-from trainer.model.options import Weights
+from trainer.model.offload.streamed_base import streamed_base
 from trainer.model.precision import Dtypes
 from trainer.run.session import find_device
 

@@ -16,7 +16,7 @@ from trainer.model.offload.activations import MovedInputs
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.memory.plan import Planner
+    from trainer.memory.predict.planner import Planner
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from trainer.memory.tracker import Tracker
+from trainer.memory.predict.live_storages import Tracker
 
 LARGEST = 30
 STAGES = {"first forward": "forward", "first backward": "backward", "first step": "step"}
@@ -204,7 +204,7 @@ def statistics(device: torch.device) -> list[tuple[str, str]]:
     if device.type == "cuda":
         found = {k: v for k, v in torch.cuda.memory_stats(device).items() if v}
     else:
-        from trainer.memory.measure import malloc_statistics
+        from trainer.device.measure import malloc_statistics
 
         found = malloc_statistics()
     return [(name, f"{value:,}") for name, value in sorted(found.items(), key=lambda item: -item[1])]

@@ -89,7 +89,7 @@ class LoRA(Adapter):
         import peft
         import torch
 
-        from trainer.model import fused
+        from trainer.model.fused import modules as fused
         from trainer.model.new_tokens import trainable_rows
 
         targets = find_targets(model, self.target_modules)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from trainer.data.batch import MicroBatch
-    from trainer.memory.measure import Memory
+    from trainer.data.batches.batch import MicroBatch
+    from trainer.device.measure import Memory
     from trainer.model.checkpointing import Checkpointing
     from trainer.model.precision import Dtypes
     from trainer.training.losses import Loss

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from peft import PeftModel
 
-from trainer.data.chat import Encoder
-from trainer.data.options import TrainOn
-from trainer.data.tokenize import openings
-from trainer.export.generate import answer
+from trainer.data.chat.encoder import Encoder
+from trainer.data.data_settings import TrainOn
+from trainer.data.tokens.tokenize import openings
+from trainer.export.answering import answer
 
 if TYPE_CHECKING:
     from trainer.run.session import Ready

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.marks import Mark
-from trainer.data.stream import RowStream
-from trainer.data.tokenize import Tokens
-from trainer.memory.measure import rss_peak
+from trainer.data.sources.file_marks import Mark
+from trainer.data.tokens.row_stream import RowStream
+from trainer.data.tokens.tokenize import Tokens
+from trainer.device.measure import rss_peak
 from trainer.run.session import Ready, hardware
 from trainer.tracking.run_folder import git_commit, versions
 from trainer.training.weights import trainable_hash

@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from trainer.config.device import NO_GPU
 from trainer.config.saved import Run
 from trainer.config.schema import Config, Device, Train
-from trainer.data.batch import collate
-from trainer.data.load import check_losses, load_data
-from trainer.data.loader import TrainingSteps, evaluation_batches
-from trainer.data.prefetch import PrefetchingSteps
-from trainer.data.stream import RowStream, Window
-from trainer.data.streamed import Index, StreamedSteps
-from trainer.data.templates import dress
-from trainer.data.tokenize import Counts, Tokens
+from trainer.data.batches.batch import collate
+from trainer.data.batches.loader import TrainingSteps, evaluation_batches
+from trainer.data.batches.prefetch import PrefetchingSteps
+from trainer.data.batches.streamed_steps import Index, StreamedSteps
+from trainer.data.chat.templates import dress
+from trainer.data.tokens.gather import check_losses, load_data
+from trainer.data.tokens.row_stream import RowStream, Window
+from trainer.data.tokens.tokenize import Counts, Tokens
+from trainer.device.find import NO_GPU
+from trainer.device.measure import Memory
 from trainer.errors import ConfigError, ModelError
-from trainer.memory.measure import Memory
-from trainer.memory.run import RunMemory, plan_run
-from trainer.memory.speed import recomputed_share
+from trainer.memory.predict.speed import recomputed_share
+from trainer.memory.run_plan import RunMemory, plan_run
 from trainer.model import attention
-from trainer.model.load import load_base, load_config, load_tokenizer, skeleton
+from trainer.model.fused.tiles import check_tiles, tile
+from trainer.model.loading.base import load_base, load_config, load_tokenizer, skeleton
 from trainer.model.new_tokens import grow
 from trainer.model.offload.activations import Mover
-from trainer.model.offload.load import streamed_base
-from trainer.model.offload.stream import Source, Stream
+from trainer.model.offload.block_stream import Source, Stream
+from trainer.model.offload.streamed_base import streamed_base
+from trainer.model.packing_probe import check_packing
 from trainer.model.precision import Dtypes
-from trainer.model.probe import check_packing
-from trainer.model.tiles import check_tiles, tile
 from trainer.tracking.console import Screen
 from trainer.training.loop import Loop
 from trainer.training.throughput import count_arithmetic

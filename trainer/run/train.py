@@ -14,27 +14,28 @@ import torch
 
 from trainer.config.saved import Run, public_config, save_run
 from trainer.config.schema import Resume
-from trainer.data.stream import RowStream
-from trainer.data.streamed import Index
-from trainer.data.tokenize import Tokens
+from trainer.data.batches.streamed_steps import Index
+from trainer.data.tokens.row_stream import RowStream
+from trainer.data.tokens.tokenize import Tokens
+from trainer.device.measure import Memory
 from trainer.errors import DataError, Interrupted, TrainerError
 from trainer.export.result import export, stop_tokens
-from trainer.memory.advice import Situation, advising
-from trainer.memory.measure import Memory
-from trainer.memory.probe import probe_memory, wanted
-from trainer.memory.report import short_plan
+from trainer.memory.advice.out_of_memory import Situation, advising
+from trainer.memory.advice.report import short_plan
+from trainer.memory.memory_probe import probe_memory, wanted
 from trainer.memory.snapshot import Snapshot, statistics
-from trainer.run import session, streaming
+from trainer.run import moving as streaming
+from trainer.run import session
 from trainer.run.answers import held_out_answers
+from trainer.run.beginning import Beginning, check_same_data, decide
 from trainer.run.disk import disk_trouble_ignored, full_disk, leaving_nothing, storage_errors
 from trainer.run.records import data_of, manifest, marks_of, summary_of
-from trainer.run.resume import Beginning, check_same_data, decide
+from trainer.run.screen_tables import answers_table, end_table, start_table
 from trainer.run.session import Prepared, Ready, Stages
-from trainer.run.tables import answers_table, end_table, start_table
 from trainer.tracking.console import Screen
 from trainer.tracking.metrics import Metrics
-from trainer.tracking.options import Tracker
 from trainer.tracking.run_folder import RunFolder, new_run_id
+from trainer.tracking.trackers import Tracker
 from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state, write_atomically
 from trainer.training.evaluate import evaluate
 from trainer.training.interrupts import Interrupts

@@ -9,7 +9,7 @@ import yaml
 
 from trainer.errors import ConfigError
 from trainer.tracking.axes import Axes
-from trainer.tracking.options import IDENTITY, SUMMARY
+from trainer.tracking.trackers import IDENTITY, SUMMARY
 
 FOLDER = "tensorboard"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.tracking.axes import Axes
-from trainer.tracking.options import IDENTITY, SUMMARY, Mode
+from trainer.tracking.trackers import IDENTITY, SUMMARY, Mode
 
 if TYPE_CHECKING:
-    from trainer.tracking.options import WandB
+    from trainer.tracking.trackers import WandB
 
 REACH_SECONDS = 5
 INIT_SECONDS = 20

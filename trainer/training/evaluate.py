@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.data.batch import MicroBatch
+from trainer.data.batches.batch import MicroBatch
 from trainer.model.precision import Dtypes
 from trainer.training.losses import Loss
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from trainer.model.pieces import pieces
+from trainer.model.fused.pieces import pieces
 
 
 def frozen_head_sum(

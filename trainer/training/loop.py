@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.data.loader import TrainingSteps
+from trainer.data.batches.loader import TrainingSteps
+from trainer.device.measure import Memory
 from trainer.errors import NonFiniteError
-from trainer.memory.measure import Memory
 from trainer.model.precision import Dtypes
 from trainer.training.losses import Loss
 from trainer.training.schedules import Schedule
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from trainer.data.streamed import StreamedSteps
+    from trainer.data.batches.streamed_steps import StreamedSteps
 
 MAX_SKIPPED_IN_A_ROW = 5
 """Steps with a non-finite gradient before the run gives up."""

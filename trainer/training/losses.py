@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from trainer.data.batch import MicroBatch
+    from trainer.data.batches.batch import MicroBatch
 
 
 @dataclass

@@ -14,7 +14,7 @@ from trainer.model.adapters import decoder_linears
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainer.data.batch import MicroBatch
+    from trainer.data.batches.batch import MicroBatch
 
 PEAK_TFLOPS = {
     "RTX 3090": 71,

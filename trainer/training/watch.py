@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.batch import MicroBatch
+from trainer.data.batches.batch import MicroBatch
 from trainer.tracking.console import Bar, Screen
 from trainer.tracking.metrics import Metrics
 from trainer.training.evaluate import Evaluation
@@ -16,7 +16,7 @@ from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train
-    from trainer.tracking.options import Tracker
+    from trainer.tracking.trackers import Tracker
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.factories import VOCABULARY, llama, option, packed_batch, random_tokens
 from tests.model.offload.copying import Earliest, Latest
-from tests.model.offload.test_stream import LOSS, POLICIES, adapted, assert_bit_equal, steps
+from tests.model.offload.test_block_stream import LOSS, POLICIES, adapted, assert_bit_equal, steps
 from trainer.model.attention import PACKED
 from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock
 from trainer.model.offload.activations import IN_FLIGHT, MovedInputs, Mover, move_inputs

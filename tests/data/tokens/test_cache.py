@@ -1,0 +1,123 @@
+"""D4: tokens are made anew whenever what they depend on changes, and found again when nothing did."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support import CHATML_TEMPLATE, chat_rows, make_tokenizer, write_jsonl
+from trainer.config.compose import compose
+from trainer.data.tokens.store import TOKENS
+from trainer.data.tokens.tokenize import load_tokens
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_jsonl(tmp_path / "a.jsonl", chat_rows())
+
+
+def load(file, cache, *words: str, tokenizer=None):
+    words = ["data=file", f"data.path={file}", f"data.cache_dir={cache}", "data.max_length=128", *words]
+    data = compose(words).config.data
+    return load_tokens(data, data.path, "data.path", tokenizer or make_tokenizer())
+
+
+def test_the_second_time_is_a_hit_and_says_so(file, cache):
+    made, counts = load(file, cache)
+    found, again = load(file, cache)
+    assert counts.cache.startswith("tokens cached in ") and again.cache.startswith("token cache hit: ")
+    assert again.cache in again.sentence(128)
+    assert found.content_hash() == made.content_hash()
+    assert [found.source(i) for i in range(8)] == [made.source(i) for i in range(8)]
+    counts.cache = again.cache
+    assert counts == again
+
+
+def test_the_samples_are_mapped_not_read(file, cache):
+    tokens, _ = load(file, cache)
+    (stored,) = cache.glob(f"tokens/*/{TOKENS}")
+    with open("/proc/self/maps") as maps:
+        assert str(stored) in maps.read()
+    assert not tokens.input_ids.flags.owndata
+
+
+@pytest.mark.parametrize(
+    "words", [["data.max_length=64"], ["data.train_on=all"], ["data.over_length=truncate"], ["data.format=messages"]]
+)
+def test_a_setting_that_shapes_samples_is_a_miss(file, cache, words):
+    load(file, cache)
+    assert "tokens cached" in load(file, cache, *words)[1].cache
+    assert "hit" in load(file, cache)[1].cache
+
+
+def test_the_mask_and_the_length_change_the_tokens(file, cache):
+    hashes = {
+        load(file, cache, *words)[0].content_hash() for words in ([], ["data.train_on=all"], ["data.max_length=30"])
+    }
+    assert len(hashes) == 3
+
+
+def test_another_row_template_or_tokenizer_is_a_miss(file, cache):
+    before, _ = load(file, cache)
+    other, counts = load(file, cache, tokenizer=make_tokenizer(CHATML_TEMPLATE))
+    assert "hit" not in counts.cache and other.content_hash() != before.content_hash()
+    grown = make_tokenizer()
+    grown.add_tokens(["moo"])
+    assert "hit" not in load(file, cache, tokenizer=grown)[1].cache
+    rows = chat_rows()
+    rows[3]["messages"][1]["content"] = "Sunday"
+    stamp = file.stat()
+    write_jsonl(file, rows)
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    after, counts = load(file, cache)
+    assert "hit" not in counts.cache and after.content_hash() != before.content_hash()
+
+
+def test_settings_that_shape_nothing_are_hits(file, cache):
+    load(file, cache)
+    assert "hit" in load(file, cache, "data.eval_fraction=0.5", "data.workers=2", "data.max_dropped_share=0.5")[1].cache
+
+
+@pytest.mark.parametrize("broken", ["cut", "gone", "counts"])
+def test_a_broken_cache_is_made_again(file, cache, broken):
+    made, _ = load(file, cache)
+    expected = made.content_hash()
+    (stored,) = cache.glob(f"tokens/*/{TOKENS}")
+    counts = stored.with_name("counts.json")
+    content = stored.read_bytes()
+    if broken == "cut":
+        stored.unlink()  # the mapped one stays whole
+        stored.write_bytes(content[: len(content) // 2])
+    elif broken == "gone":
+        stored.unlink()
+    else:
+        counts.write_text("{")
+    tokens, said = load(file, cache)
+    assert "hit" not in said.cache and tokens.content_hash() == expected
+    assert "hit" in load(file, cache)[1].cache
+
+
+def test_a_failure_leaves_nothing(tmp_path, cache):
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"x": 1}])
+    with pytest.raises(Exception, match="unknown format"):
+        load(bad, cache)
+    assert list(cache.glob("tokens/*")) == list(cache.glob("tokens/.*")) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(file, tmp_path):
+    (tmp_path / "plain").write_text("a file where the folder should be")
+    tokens, counts = load(file, tmp_path / "plain")
+    assert len(tokens) == 8 and "no token cache" in counts.cache
+
+
+def test_no_cache_at_all(file, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
+    tokens, counts = load(file, "null")
+    assert len(tokens) == 8 and counts.cache == "no token cache" and set(tmp_path.iterdir()) == before

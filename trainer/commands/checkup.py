@@ -1,0 +1,292 @@
+"""What this machine can do, one row a part, and one fix a problem. Asks nothing of the network."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from trainer.units import GIB
+
+OK, WARN, PROBLEM = "ok", "warn", "problem"
+FLOOR_GIB, ROOMY_GIB = 1, 20
+"""Free disk below which a run would fail, and below which an 8B model (15 GiB of weights) does not fit."""
+NF4_ERROR = (0.05, 0.09)
+"""Mean absolute error of NF4 on normally distributed weights of deviation 1, blocks of 64: 0.073."""
+LIBRARIES = "transformers peft accelerate datasets tokenizers safetensors huggingface_hub hydra-core".split()
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+
+
+class Row(NamedTuple):
+    part: str
+    state: str
+    found: str
+    fix: str = ""
+    """the one line that helps; empty where all is well"""
+
+
+def examine(part: str, check: Callable[[], Iterator[Row]]) -> list[Row]:
+    """The rows of one check; a check that fails is a row too, and the others still run."""
+    rows: list[Row] = []
+    try:
+        rows.extend(check())
+    except Exception as error:
+        first = (str(error).strip() or "no message").split("\n")[0]
+        for name in SECRETS:
+            if os.environ.get(name):
+                first = first.replace(os.environ[name], "***")
+        rows.append(Row(part, PROBLEM, f"{type(error).__name__}: {first}", f"reinstall what {part} needs: ./launch.sh"))
+    return rows
+
+
+def python() -> Iterator[Row]:
+    version = ".".join(str(n) for n in sys.version_info[:3])
+    yield Row("Python", OK, version)
+
+
+def libraries() -> Iterator[Row]:
+    missing = [name for name in LIBRARIES if _version(name) is None]
+    found = ", ".join(f"{name} {_version(name)}" for name in LIBRARIES if name not in missing)
+    if missing:
+        yield Row("libraries", PROBLEM, f"missing: {', '.join(missing)}; {found}", f"pip install {' '.join(missing)}")
+    else:
+        yield Row("libraries", OK, found)
+
+
+def torch_and_driver() -> Iterator[Row]:
+    import torch
+
+    cuda, driver = torch.version.cuda, driver_cuda()
+    found = f"torch {torch.__version__}, built for {'CUDA ' + cuda if cuda else torch.version.hip or 'the CPU'}"
+    found += f"; the driver goes up to CUDA {driver[0]}.{driver[1]}" if driver else "; no NVIDIA driver"
+    if torch.cuda.is_available() or driver is None:
+        yield Row("torch", OK, found)
+    elif cuda is None:
+        yield Row("torch", PROBLEM, found, f"install a torch built for CUDA {driver[0]}.{driver[1]} or earlier")
+    elif driver[0] < int(cuda.split(".")[0]):
+        yield Row(
+            "torch", PROBLEM, found, f"update the driver to one for CUDA {cuda}, or install a torch for {driver[0]}.x"
+        )
+    else:
+        fix = "check that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it"
+        yield Row("torch", PROBLEM, f"{found}; torch sees no GPU", fix)
+
+
+def gpus() -> Iterator[Row]:
+    import torch
+
+    if not torch.cuda.is_available():
+        fix = "for small runs use device=cpu or recipe=quickstart; GPU recipes need a GPU (trainer plan works without)"
+        yield Row("GPU", WARN, "none that torch can use", fix)
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        capability = torch.cuda.get_device_capability(index)
+        found = f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}, "
+        found += f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        if free < total / 2:
+            yield Row(f"GPU {index}", WARN, found, "another process holds its memory: nvidia-smi names it")
+        else:
+            yield Row(f"GPU {index}", OK, found)
+        with torch.cuda.device(index):
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if bf16:
+            yield Row(f"GPU {index} bf16", OK, "yes: precision=auto picks bf16")
+        else:
+            yield Row(
+                f"GPU {index} bf16", WARN, "no", "precision=auto picks fp32: twice the memory of unquantised weights"
+            )
+
+
+def quantisation() -> Iterator[Row]:
+    """A round trip through NF4, really run on the device that a run would use."""
+    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
+    try:
+        import bitsandbytes
+        import torch
+    except ImportError as error:
+        fix = "pip install bitsandbytes; without it use quant=none and optim=adamw"
+        yield Row("bitsandbytes", PROBLEM, f"cannot be imported: {str(error).splitlines()[0]}", fix)
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    name = f"bitsandbytes {_version('bitsandbytes') or bitsandbytes.__version__}"
+    try:
+        stored, state = bitsandbytes.functional.quantize_4bit(weights, quant_type="nf4", compress_statistics=True)
+        error = (bitsandbytes.functional.dequantize_4bit(stored, state) - weights).abs().mean().item()
+    except Exception as failure:
+        fix = "install a bitsandbytes built for this torch and CUDA; `python -m bitsandbytes` says more"
+        said = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        yield Row("bitsandbytes", PROBLEM, f"{name} fails on {device.type}: {said}", fix)
+        return
+    found = f"{name}: NF4 on {device.type} and back, mean error {error:.3f} of a deviation"
+    if NF4_ERROR[0] < error < NF4_ERROR[1]:
+        yield Row("bitsandbytes", OK, found)
+    else:
+        yield Row("bitsandbytes", PROBLEM, f"{found} (0.073 is right)", "install another release of bitsandbytes")
+
+
+def kernels() -> Iterator[Row]:
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        yield Row("varlen attention", PROBLEM, "not in this torch", "install torch 2.11 or later")
+    elif gpu and torch.cuda.get_device_capability() >= (8, 0):
+        yield Row("varlen attention", OK, "in torch: one flash kernel for a packed row")
+    elif gpu:
+        fix = "packed rows use a block mask on this GPU: keep train.micro_batch_tokens small, or packing=none"
+        yield Row("varlen attention", WARN, "in torch, but it needs compute capability 8.0", fix)
+    else:
+        yield Row("varlen attention", OK, "in torch, for GPUs; on this CPU one kernel call per sample")
+    chunked = hasattr(torch.nn.functional, "linear_cross_entropy")
+    found = "in torch: loss=chunked uses it" if chunked else "not in this torch: loss=chunked computes chunks itself"
+    yield Row("linear_cross_entropy", OK, found)
+    for part, module, package, use in (
+        ("flash-attn", "flash_attn", "flash-attn", "the trainer's flash kernel is torch's"),
+        ("liger", "liger_kernel", "liger-kernel", "loss=liger, kernels=liger"),
+        ("cut cross entropy", "cut_cross_entropy", "cut-cross-entropy", "loss=cut_cross_entropy"),
+    ):
+        if importlib.util.find_spec(module) is None:
+            yield Row(part, OK, f"not installed; optional ({use})")
+        elif gpu or part == "flash-attn":
+            yield Row(part, OK, f"{_version(package) or 'installed'} ({use})")
+        else:
+            yield Row(part, OK, f"{_version(package) or 'installed'}, for GPUs only ({use})")
+
+
+def compilers() -> Iterator[Row]:
+    """What kernels=compiled needs: Triton on a GPU, a C++ compiler on a CPU."""
+    import torch
+
+    from trainer.model.kernels import cpp_compiler
+
+    part, without = "torch.compile", "; kernels=compiled is not possible, everything else is"
+    if torch.cuda.is_available():
+        found = importlib.util.find_spec("triton") is not None
+        yield Row(part, OK, "Triton is there (kernels=compiled)" if found else f"no Triton{without}")
+        return
+    compiler = cpp_compiler()
+    yield Row(part, OK, f"{compiler} (kernels=compiled)" if compiler else f"no C++ compiler{without}")
+
+
+def cpu() -> Iterator[Row]:
+    import psutil
+    import torch
+
+    from trainer.model.precision import cpu_has_bf16
+
+    memory = psutil.virtual_memory()
+    found = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads used; "
+    found += f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
+    yield Row("CPU", OK, found)
+    found = "instructions for it: precision=auto picks bf16" if cpu_has_bf16() else "no: precision=auto picks fp32"
+    yield Row("CPU bf16", OK, found)
+
+
+def disk() -> Iterator[Row]:
+    from huggingface_hub import constants
+
+    yield _disk("disk at outputs/", Path("outputs"), ROOMY_GIB / 4, "output_dir=")
+    yield _disk("disk at the hub's cache", Path(constants.HF_HUB_CACHE), ROOMY_GIB, "HF_HOME=")
+
+
+def hub() -> Iterator[Row]:
+    from huggingface_hub import constants, get_token
+
+    endpoint = _address(constants.ENDPOINT)
+    found = f"{endpoint}; {'a token is there' if get_token() is not None else 'no token (gated models need one)'}"
+    if constants.is_offline_mode():
+        fix = "unset HF_HUB_OFFLINE to download; what is in the cache is used without"
+        yield Row("hub", WARN, f"{found}; offline (HF_HUB_OFFLINE)", fix)
+    else:
+        yield Row("hub", OK, f"{found}; online")
+
+
+def wandb() -> Iterator[Row]:
+    if _version("wandb") is None:
+        yield Row("W&B", PROBLEM, "not installed", "pip install wandb, or use track=local")
+        return
+    from trainer.tracking.trackers import Mode
+    from trainer.tracking.wandb import has_key, host, resolve_mode
+
+    key, mode = has_key(), resolve_mode(Mode.auto).value
+    found = f"{_address(host())}; {'a key is there' if key else 'no key'}; track.mode=auto is {mode}"
+    if key:
+        yield Row("W&B", OK, found)
+    else:
+        yield Row("W&B", WARN, found, "to see runs online: wandb login; offline runs are sent later by wandb sync")
+
+
+def hydra() -> Iterator[Row]:
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # registers what is installed
+    for part in ("launcher", "sweeper"):
+        names = [name.removesuffix(".yaml") for name in ConfigStore.instance().list(f"hydra/{part}")]
+        yield Row(f"Hydra {part}s", OK, ", ".join(sorted(names)))
+
+
+CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
+    "Python": python,
+    "libraries": libraries,
+    "torch": torch_and_driver,
+    "GPU": gpus,
+    "bitsandbytes": quantisation,
+    "kernels": kernels,
+    "torch.compile": compilers,
+    "CPU": cpu,
+    "disk": disk,
+    "hub": hub,
+    "W&B": wandb,
+    "Hydra": hydra,
+}
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the NVIDIA driver can run; None without a driver."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _disk(part: str, folder: Path, roomy_gib: float, setting: str) -> Row:
+    folder = Path(os.path.abspath(folder))
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(there).free / GIB
+    found = f"{free:.1f} GiB free ({folder})"
+    elsewhere = f"make room, or set {setting} to a folder on another disk"
+    if not os.access(there, os.W_OK):
+        return Row(part, PROBLEM, f"{folder} cannot be written", f"set {setting} to a folder that you may write")
+    if free < FLOOR_GIB:
+        return Row(part, PROBLEM, found, elsewhere)
+    if free < roomy_gib:
+        return Row(part, WARN, found, elsewhere)
+    return Row(part, OK, found)
+
+
+def _address(url: str) -> str:
+    """An address without the name and password that it may carry."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.netloc else "an odd address"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

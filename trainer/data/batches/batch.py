@@ -1,0 +1,120 @@
+"""Micro-batches: what one forward pass gets, made on the host so that the device is never asked for a count.
+
+B: rows. T: tokens in a row. N: targets. S: samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.data.tokens.token_sets import Tokens
+
+IGNORED = -100
+"""Label of a position whose next token is not a target."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed row of whole samples (B = 1), or one padded row a sample."""
+
+    input_ids: torch.Tensor
+    """(B, T) int64"""
+    labels: torch.Tensor
+    """(B, T) int64, already shifted: the token after this position, or IGNORED"""
+    target_index: torch.Tensor
+    """(N,) int64: positions in the flattened row(s) whose label counts"""
+    position_ids: torch.Tensor
+    """(B, T) int64, restarting at 0 with each sample"""
+    attention_mask: torch.Tensor | None
+    """(B, T) int64 of a padded batch; a packed row has none"""
+    cu_seqlens: torch.Tensor | None
+    """(S + 1,) int32: where the samples of a packed row begin and end"""
+    max_length: int
+    """longest sample, tokens"""
+    num_tokens: int
+    """real tokens, without padding"""
+    num_targets: int
+    num_samples: int
+    source: str = ""
+    """name of the source that all samples are from, where one mixture has several"""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The batch on a device; asynchronous where the host memory is pinned."""
+        moved = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of a transformers forward.
+
+        Never a cache: with one, transformers' packed detection is off and samples see each other. The boundaries
+        carry the names that transformers gives them.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "use_cache": False,
+        }
+        if self.cu_seqlens is not None:
+            inputs |= {
+                "cu_seq_lens_q": self.cu_seqlens,
+                "cu_seq_lens_k": self.cu_seqlens,
+                "max_length_q": self.max_length,
+                "max_length_k": self.max_length,
+            }
+        return inputs
+
+
+def collate(tokens: Tokens, indices: np.ndarray, packed: bool, source: str = "") -> MicroBatch:
+    """The micro-batch of these samples."""
+    samples = [tokens.sample(i) for i in indices]
+    labelled = [(ids, _labels(ids, is_target)) for ids, is_target in samples]
+    lengths = [len(ids) for ids, _ in samples]
+    if packed:
+        input_ids = np.concatenate([ids for ids, _ in labelled])[None]
+        labels = np.concatenate([y for _, y in labelled])[None]
+        position_ids = np.concatenate([np.arange(n) for n in lengths])[None]
+        attention_mask = None
+        cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    else:
+        shape = (len(samples), max(lengths))
+        input_ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
+        attention_mask = np.zeros(shape, dtype=np.int64)
+        for row, (ids, y) in enumerate(labelled):
+            input_ids[row, : len(ids)], labels[row, : len(ids)] = ids, y
+            attention_mask[row, : len(ids)] = 1
+        position_ids = np.broadcast_to(np.arange(shape[1]), shape)
+        cu_seqlens = None
+    target_index = np.flatnonzero(labels.reshape(-1) != IGNORED)
+    return MicroBatch(
+        input_ids=_int64(input_ids),
+        labels=_int64(labels),
+        target_index=_int64(target_index),
+        position_ids=_int64(position_ids),
+        attention_mask=None if attention_mask is None else _int64(attention_mask),
+        cu_seqlens=cu_seqlens,
+        max_length=max(lengths),
+        num_tokens=sum(lengths),
+        num_targets=len(target_index),
+        num_samples=len(samples),
+        source=source,
+    )
+
+
+def _labels(ids: np.ndarray, is_target: np.ndarray) -> np.ndarray:
+    """The next token where it is a target. A sample's last position has none: the next sample is not its future."""
+    labels = np.full(len(ids), IGNORED, dtype=np.int64)
+    labels[:-1] = np.where(is_target[1:], ids[1:], IGNORED)
+    return labels
+
+
+def _int64(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array, dtype=np.int64))

@@ -1,0 +1,1 @@
+"""Rows become messages, and messages token ids with labels."""

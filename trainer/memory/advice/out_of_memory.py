@@ -1,0 +1,91 @@
+"""Out of memory: what was asked for, what was there, and ranked ways out with what each frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.device.measure import is_out_of_memory
+from trainer.errors import OutOfMemoryError
+from trainer.memory.advice import whatif
+from trainer.units import GIB
+
+if TYPE_CHECKING:
+    from trainer.memory.run_plan import RunMemory
+
+WAYS = 5
+
+
+@dataclass
+class Situation:
+    """What is known when memory runs out; filled as the run goes on."""
+
+    device: torch.device
+    where: str = "the start"
+    plan: RunMemory | None = None
+    longest_sample: int | None = None
+    last_checkpoint: str | None = None
+    peak: int = 0
+    """highest allocated bytes read so far"""
+
+
+@contextmanager
+def advising(situation: Situation, last_checkpoint=lambda: None) -> Iterator[None]:
+    """Turns an allocator's failure into an OutOfMemoryError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        situation.last_checkpoint = last_checkpoint()
+        raise OutOfMemoryError(message(situation, error)) from error
+
+
+def message(situation: Situation, error: BaseException) -> str:
+    """The whole block."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = [f"at {situation.where}: {first}", f"  {_held(situation)}"]
+    if situation.longest_sample is not None:
+        lines.append(f"  longest sample: {situation.longest_sample} tokens")
+    kept = f"checkpoint kept: {situation.last_checkpoint}" if situation.last_checkpoint else "no checkpoint yet"
+    lines.append(f"  {kept}")
+    if situation.plan is not None:
+        lines += _ways(situation.plan)
+    return "\n".join(lines)
+
+
+def _held(situation: Situation) -> str:
+    peak, reserved = situation.peak, None
+    if situation.device.type == "cuda":
+        peak = max(peak, torch.cuda.max_memory_allocated(situation.device))
+        reserved = torch.cuda.memory_reserved(situation.device)
+    words = f"peak so far {peak / GIB:.2f} GiB"
+    if reserved is not None:
+        gap = reserved - torch.cuda.memory_allocated(situation.device)
+        words += f", reserved {reserved / GIB:.2f} GiB of which {gap / GIB:.2f} are fragmentation"
+        if gap > reserved / 10:
+            words += " (PYTORCH_ALLOC_CONF=expandable_segments:True helps)"
+    if situation.plan is not None:
+        words += (
+            f", predicted {situation.plan.prediction.peak / GIB:.2f} GiB at {situation.plan.prediction.highest.name}"
+        )
+    return words
+
+
+def _ways(plan: RunMemory) -> list[str]:
+    """Changes that free memory, those that take the least away first; of each key the value that frees most."""
+    needed = plan.planner.needed(plan.prediction)
+    best: dict[str, whatif.Row] = {}
+    for row in sorted(whatif.rows(plan.planner), key=lambda row: row.needed):
+        if row.needed < needed:
+            best.setdefault(row.change.partition("=")[0], row)
+    freeing = sorted(best.values(), key=lambda row: (row.effort, row.needed))
+    if not freeing:
+        return ["  no change known here frees memory: a smaller model, or a larger card"]
+    lines = ["  ways out, the smallest first, with what each frees:"]
+    lines += [f"    {row.change}: {(needed - row.needed) / GIB:.3f} GiB ({row.cost})" for row in freeing[:WAYS]]
+    return lines

@@ -1,0 +1,1 @@
+"""The plan: what a run will need, before any weight."""

@@ -1,0 +1,1 @@
+"""Weights: from a folder, the hub or a seed, quantised as they come."""

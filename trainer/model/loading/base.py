@@ -1,0 +1,275 @@
+"""From a model's configuration to its frozen, quantised base on the device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from trainer.device.measure import is_out_of_memory
+from trainer.errors import ConfigError, ModelError, closest
+from trainer.model.families import check_modules, text_config
+from trainer.model.loading import hub
+from trainer.model.loading.assemble import FromFiles, assemble, at_random
+from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
+from trainer.model.loading.quantized_cache import through_cache
+from trainer.model.model_settings import Weights
+from trainer.model.precision import Dtypes
+from trainer.resources import resolve
+
+if TYPE_CHECKING:
+    from trainer.model.model_settings import Model
+    from trainer.model.quant import Quant
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a pretrained model lies."""
+
+    folder: Path
+    asked: str
+    """how the user named it, for messages"""
+    hub: hub.Snapshot | None
+
+    @property
+    def commit(self) -> str | None:
+        return self.hub.commit if self.hub is not None else None
+
+
+def find(model: Model) -> Source:
+    """The model's folder, its configuration and tokenizer in it; weights may still be on the hub.
+
+    Raises ModelError for what is not there, or not to be loaded: pickled weights, an index that leads out of the
+    folder, code of its own.
+    """
+    path = resolve(model.path)
+    asked = f"model.path={model.path}"
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") > 1
+    if looks_local:
+        source = Source(Path(os.path.abspath(os.path.expanduser(path))), asked, None)
+        check_folder(source.folder, asked)
+    else:
+        found = hub.snapshot(path, model.revision)
+        source = Source(found.folder, asked, found)
+        hub.check_space(found, weight_files(found.folder, asked))
+    _check_code(model, source)
+    return source
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with its chat template. Raises ModelError."""
+    folder = Path(resolve(model.random_tokenizer)) if model.weights is Weights.random else find(model).folder
+    with _user_errors(f"model.path={model.path}: the tokenizer cannot be loaded"):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+
+
+def load_config(model: Model) -> PretrainedConfig:
+    """The text decoder's architecture, from the recipe (weights=random) or the model's config.json."""
+    if model.weights is Weights.random:
+        return text_config(_written_config(model), "model.architecture")[0]
+    source = find(model)
+    config = text_config(_own_config(model, source), source.asked)[0]
+    config._commit_hash = source.commit
+    return config
+
+
+def planned_config(model: Model) -> PretrainedConfig:
+    """The architecture without a connection: the model's config.json if it is here, else the recipe's block."""
+    if model.weights is Weights.pretrained:
+        path = resolve(model.path)
+        if Path(path).expanduser().exists() or path.startswith((".", "/", "~")):
+            return load_config(model)
+        cached = try_to_load_from_cache(path, "config.json", revision=model.revision)
+        if isinstance(cached, str):
+            with _user_errors(f"model.path={model.path}: config.json cannot be loaded"):
+                return text_config(AutoConfig.from_pretrained(Path(cached).parent), f"model.path={model.path}")[0]
+    return text_config(_written_config(model), "model.architecture")[0]
+
+
+def differences(model: Model, config: PretrainedConfig) -> str | None:
+    """One line where a pretrained model is not what the recipe's architecture block says; its config.json counts."""
+    if model.weights is Weights.random or not model.architecture:
+        return None
+    written = _written_config(model).get_text_config()
+    fields = model.architecture.get("text_config", model.architecture)
+    pairs = [(key, getattr(written, key, None), getattr(config, key, None)) for key in fields if key != "model_type"]
+    other = [f"{key} {theirs} (recipe: {ours})" for key, ours, theirs in pairs if ours != theirs]
+    if written.model_type != config.model_type:
+        other = [f"model_type {config.model_type} (recipe: {written.model_type})"]
+    if not other:
+        return None
+    return f"{model.path} is not the architecture in the recipe; its own counts: {', '.join(other)}"
+
+
+def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the meta device: its shape without its weights. Raises ModelError for what cannot be trained."""
+    with _user_errors(f"model type {config.model_type} is not a causal language model"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    check_modules(model)
+    return model
+
+
+def load_base(
+    model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
+) -> PreTrainedModel:
+    """The base model, quantised while it is loaded or made, on `device`."""
+    if model.weights is Weights.random:
+        base = assemble(config, quant, dtypes, device, attention, at_random)
+    else:
+        base = _pretrained_base(model, config, quant, dtypes, device, attention)
+    return settled(base)
+
+
+def settled(base: PreTrainedModel) -> PreTrainedModel:
+    """The same model, as every run wants it."""
+    for module in base.modules():
+        # On CPUs with AVX512-BF16 bitsandbytes would repack a 4-bit weight in its first evaluation pass.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    base.config.use_cache = False
+    return base
+
+
+def _pretrained_base(
+    model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
+) -> PreTrainedModel:
+    source = find(model)
+    if not model.quantized_cache:
+        return _from_files(model, source, config, quant, dtypes, device, attention)
+    with _user_errors(f"{source.asked}: the quantised cache cannot be used"):
+        base = through_cache(
+            source,
+            config,
+            quant.config(dtypes.compute),
+            dtypes.compute,
+            device,
+            attention,
+            lambda: _from_files(model, source, config, quant, dtypes, device, attention),
+        )
+    return named(base, source)
+
+
+def _from_files(
+    model: Model,
+    source: Source,
+    config: PretrainedConfig,
+    quant: Quant,
+    dtypes: Dtypes,
+    device: torch.device,
+    attention: str,
+) -> PreTrainedModel:
+    _fetch(source)
+    own = _own_config(model, source)
+    with _user_errors(f"{source.asked}: the weights cannot be loaded"):
+        base, report = AutoModelForCausalLM.from_pretrained(
+            source.folder,
+            config=config,
+            dtype=dtypes.compute,
+            quantization_config=quant.config(dtypes.compute),
+            device_map={"": device},
+            attn_implementation=attention,
+            use_safetensors=True,
+            key_mapping=text_config(own, source.asked)[1],
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers and goes on
+        raise ModelError(
+            f"{source.asked}: the weights do not belong to this architecture ({config.model_type}): {len(missing)} "
+            f"parameters are not in the files, such as {missing[0]}."
+        )
+    return named(base, source)
+
+
+def _fetch(source: Source) -> None:
+    """Downloads the weights of a model on the hub."""
+    if source.hub is not None:
+        hub.download_weights(source.hub, weight_files(source.folder, source.asked))
+        check_folder(source.folder, source.asked)
+
+
+def from_files(model: Model, source: Source) -> FromFiles:
+    """What fills modules one by one from the model's files, where the base is never whole on the device."""
+    _fetch(source)
+    renamed = text_config(_own_config(model, source), source.asked)[1]
+    return FromFiles(source.folder, weight_files(source.folder, source.asked), renamed, source.asked)
+
+
+def named(base: PreTrainedModel, source: Source) -> PreTrainedModel:
+    """What the adapter's files name as its base is the hub's model or the user's folder, never one of a cache."""
+    base.name_or_path = base.config._name_or_path = source.hub.path if source.hub is not None else str(source.folder)
+    return base
+
+
+def _own_config(model: Model, source: Source) -> PretrainedConfig:
+    with _user_errors(f"{source.asked}: config.json cannot be loaded"):
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=model.trust_remote_code)
+
+
+def _written_config(model: Model) -> PretrainedConfig:
+    """The configuration in the recipe's architecture block. Raises ConfigError for fields that it does not have."""
+    fields = dict(model.architecture)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("model.architecture.model_type is missing: weights=random needs to know what to build.")
+    try:
+        defaults = AutoConfig.for_model(model_type)
+    except ValueError:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        raise ConfigError(
+            f"model.architecture.model_type={model_type}: transformers knows no such model"
+            f"{closest(model_type, CONFIG_MAPPING.keys())}."
+        ) from None
+    known = defaults.to_dict()
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        hints = ", ".join(f"{key}{closest(key, known)}" for key in unknown)
+        raise ConfigError(f"model.architecture: a {model_type} configuration has no field {hints}.")
+    return AutoConfig.for_model(model_type, **fields)
+
+
+def _check_code(model: Model, source: Source) -> None:
+    """Raises ModelError for a model that brings code of its own, unless the command line asks for it by commit."""
+    files = own_code(source.folder, source.asked)
+    if not files or model.trust_remote_code:
+        return
+    known = read_json(source.folder / CONFIG, source.asked).get("model_type") in CONFIG_MAPPING_NAMES
+    raise ModelError(
+        f"{source.asked}: brings Python code of its own (auto_map in {' and '.join(files)}), which is not run. "
+        + ("transformers knows this architecture itself: take auto_map out of a local copy. " if known else "")
+        + "To run that code after reading it: model.trust_remote_code=true model.revision=COMMIT, on the command line."
+    )
+
+
+class _user_errors:
+    """Turns what transformers raises about a user's model into one ModelError."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is not None and issubclass(kind, (OSError, ValueError, KeyError, RuntimeError, SafetensorError)):
+            if is_out_of_memory(error):
+                return False
+            first_line = str(error).strip().split("\n")[0]
+            raise ModelError(f"{self.what}: {first_line}") from error
+        return False
