@@ -14,10 +14,10 @@ from trainer import __main__ as program
 from trainer import __version__
 from trainer.__main__ import COMMANDS
 from trainer.config.compose import compose
-from trainer.config.saved import to_plain
 from trainer.config.schema import SECTIONS
 from trainer.config.shelf import options, recipes
 from trainer.errors import ConfigError, DataError, ModelError, NonFiniteError, OutOfMemoryError, StorageError
+from trainer.registry import to_plain
 
 CPU_SECONDS = 2.0
 TRIES = 3

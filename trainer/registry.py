@@ -9,7 +9,9 @@ may share one dataclass where only values differ (the group `model`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar
 
 Option = TypeVar("Option", bound=type)
 
@@ -26,3 +28,16 @@ def option(group: str, name: str) -> Callable[[Option], Option]:
         return cls
 
     return register
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses and enums as the dicts and names that YAML and JSON hold."""
+    if is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return value

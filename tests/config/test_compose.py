@@ -12,12 +12,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from trainer.config.check import parse
 from trainer.config.compose import compose, configs, expand, plan, quoted
 from trainer.config.rules import broken_rules
-from trainer.config.saved import to_plain
-from trainer.config.schema import SECTIONS, Config, Device, Train
+from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import default_choices, option_values, options, recipes, schema_of
 from trainer.config.types import fields_of
+from trainer.device.find import Device
 from trainer.errors import ConfigError
+from trainer.registry import to_plain
 from trainer.training.optimizers import AdamW
+from trainer.training.train_settings import Train
 
 
 def untyped(value: Any, kind: Any, where: str) -> list[str]:

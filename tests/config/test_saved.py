@@ -7,9 +7,11 @@ import yaml
 
 from trainer.config import saved
 from trainer.config.compose import compose
-from trainer.config.saved import CONFIG, OVERRIDES, differences, from_saved, load_run, public_config, save_run, to_plain
-from trainer.config.schema import Device, Resume
+from trainer.config.saved import CONFIG, OVERRIDES, differences, from_saved, load_run, public_config, save_run
+from trainer.device.find import Device
 from trainer.errors import ConfigError, StorageError
+from trainer.registry import to_plain
+from trainer.training.train_settings import Resume
 
 WORDS = ["recipe=quickstart", "quant=int8", "optim.eps=1e-5", "data.columns={prompt: question}", "seed=0", "device=cpu"]
 WORDS += ["adapter.target_modules=[q_proj,v_proj]", "output_dir='a b'", "train.max_steps=3", "data.path='ä.jsonl'"]

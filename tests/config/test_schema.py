@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from tests.support import REPO
-from trainer.config.schema import SECTIONS, Config, Train
+from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import CONF, options, schema_of
 from trainer.config.types import fields_of
 from trainer.registry import OPTIONS
+from trainer.training.train_settings import Train
 
 EVERY_OPTION = [(group, name) for group in (*SECTIONS, "train") for name in options(group)]
 EVERY_CLASS = sorted({Config, Train, *(c for group in OPTIONS.values() for c in group.values())}, key=lambda c: str(c))

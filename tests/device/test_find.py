@@ -4,9 +4,8 @@ import ctypes
 
 import pytest
 
-from trainer.config.schema import Device
 from trainer.device import find as device
-from trainer.device.find import check_device
+from trainer.device.find import Device, check_device
 from trainer.errors import ConfigError
 
 

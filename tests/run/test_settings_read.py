@@ -13,9 +13,10 @@ from tests.program import here
 from tests.support import chat_rows, write_jsonl
 from trainer.commands import train as command
 from trainer.config.compose import compose, plan
-from trainer.config.saved import Run, to_plain
+from trainer.config.saved import Run
 from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import options, schema_of
+from trainer.registry import to_plain
 
 ROOT = Path(command.__file__).parents[1]
 ONLY_LOOKS = ("config", "run/tables.py", "run/resume.py", "data/audit.py")

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.run.test_beginning import assert_equal_runs
 
 from tests.data.tokens.test_row_stream import mixture, pairs
 from tests.processes import in_child, kill_after_step
 from tests.program import here
+from tests.run.test_beginning import assert_equal_runs
 from tests.support import chat_rows, metrics, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.data.sources import file_marks as marks_module

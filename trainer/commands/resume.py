@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from trainer.commands.arguments import run_argument
-from trainer.config.schema import Resume
+from trainer.training.train_settings import Resume
 
 HELP = """trainer resume run=DIR
 

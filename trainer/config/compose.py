@@ -22,11 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config.check import check, for_hydra, parse, problems_in, without_null_picks
 from trainer.config.rules import broken_rules
 from trainer.config.saved import Run
-from trainer.config.schema import Config, Train
+from trainer.config.schema import Config
 from trainer.config.shelf import CONF, GROUPS, options, recipes
 from trainer.config.types import fields_of, in_short
 from trainer.errors import ConfigError, listing
 from trainer.registry import OPTIONS
+from trainer.training.train_settings import Train
 
 
 @dataclass(frozen=True)

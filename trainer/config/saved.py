@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import default_choices, option_values, options, root_values, schema_of
 from trainer.config.types import in_short
 from trainer.errors import ConfigError, StorageError, listing
+from trainer.registry import to_plain
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 
@@ -29,19 +29,6 @@ class Run:
     """the option picked in each group"""
     overrides: list[str]
     """what the user typed"""
-
-
-def to_plain(value: Any) -> Any:
-    """Dataclasses and enums as the dicts and names that YAML and JSON hold."""
-    if is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
-    return value
 
 
 def public_config(run: Run) -> dict[str, Any]:

@@ -7,10 +7,10 @@ module or in what it imports may import torch or transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from trainer.data.batches.packing import Packing
 from trainer.data.data_settings import Data
+from trainer.device.find import Device
 from trainer.memory.memory_settings import MemoryOptions
 from trainer.model.adapters import Adapter
 from trainer.model.checkpointing import Checkpointing
@@ -24,49 +24,7 @@ from trainer.training.engine import Engine
 from trainer.training.losses import Loss
 from trainer.training.optimizers import Optim
 from trainer.training.schedules import Schedule
-
-
-class Device(Enum):
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class Resume(Enum):
-    auto = "auto"
-    never = "never"
-    force = "force"
-
-
-@dataclass
-class Train:
-    """The loop."""
-
-    epochs: int
-    """passes over the training set; unused where max_steps is given"""
-    max_steps: int | None
-    """optimizer steps; null: the epochs decide"""
-    accumulation_steps: int
-    """micro-batches an optimizer step; an epoch's last step may have fewer"""
-    micro_batch_tokens: int
-    """tokens in one packed row (packing=best_fit)"""
-    micro_batch_size: int
-    """samples in one padded micro-batch (packing=none)"""
-    max_grad_norm: float | None
-    """gradients are scaled down to this total norm; null: never"""
-    log_every: int
-    """steps between rows of metrics; the device is read only then"""
-    eval_every: int
-    """steps between evaluations; 0: only before the first and after the last step"""
-    save_every: int
-    """steps between checkpoints; 0: only at the end and when interrupted"""
-    keep_checkpoints: int
-    """newest checkpoints kept; the best and the last one are always kept"""
-    resume: Resume
-    """what to do in a folder that holds a run: auto continues it if the configuration is the same, force
-    also if it is not, never refuses"""
-    compare_prompts: int
-    """held-out prompts answered by base and by adapter at the end of the run"""
+from trainer.training.train_settings import Train
 
 
 @dataclass

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config.schema import SECTIONS, Train
+from trainer.config.schema import SECTIONS
 from trainer.errors import ConfigError
 from trainer.registry import OPTIONS
 from trainer.resources import shipped
+from trainer.training.train_settings import Train
 
 CONF = shipped("conf")
 GROUPS = (*SECTIONS, "train", "sweep", "recipe")

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from enum import Enum
 from pathlib import Path
 
-from trainer.config.schema import Device
 from trainer.errors import ConfigError
+
+
+class Device(Enum):
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
 
 NO_GPU = (
     "device=cuda: this machine has no GPU that torch can use. Run the same job slowly on the CPU with device=cpu (add "

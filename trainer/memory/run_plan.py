@@ -16,10 +16,11 @@ from trainer.model.checkpointing import Auto, Checkpointing
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainer.config.schema import Config, Train
+    from trainer.config.schema import Config
     from trainer.data.batches.loader import TrainingSteps
     from trainer.data.batches.streamed_steps import StreamedSteps
     from trainer.model.precision import Dtypes
+    from trainer.training.train_settings import Train
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.saved import Run, differences, load_run
-from trainer.config.schema import Resume
 from trainer.data.sources.file_marks import Mark, changes
 from trainer.errors import StorageError
 from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints
+from trainer.training.train_settings import Resume
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")

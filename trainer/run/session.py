@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from trainer.config.saved import Run
-from trainer.config.schema import Config, Device, Train
+from trainer.config.schema import Config
 from trainer.data.batches.batch import collate
 from trainer.data.batches.loader import TrainingSteps, evaluation_batches
 from trainer.data.batches.prefetch import PrefetchingSteps
@@ -26,7 +26,7 @@ from trainer.data.chat.templates import dress
 from trainer.data.tokens.gather import check_losses, load_data
 from trainer.data.tokens.row_stream import RowStream, Window
 from trainer.data.tokens.tokenize import Counts, Tokens
-from trainer.device.find import NO_GPU
+from trainer.device.find import NO_GPU, Device
 from trainer.device.measure import Memory
 from trainer.errors import ConfigError, ModelError
 from trainer.memory.predict.speed import recomputed_share
@@ -38,11 +38,12 @@ from trainer.model.new_tokens import grow
 from trainer.model.offload.activations import Mover
 from trainer.model.offload.block_stream import Source, Stream
 from trainer.model.offload.streamed_base import streamed_base
-from trainer.model.packing_probe import check_packing
 from trainer.model.precision import Dtypes
 from trainer.tracking.console import Screen
 from trainer.training.loop import Loop
+from trainer.training.packing_probe import check_packing
 from trainer.training.throughput import count_arithmetic
+from trainer.training.train_settings import Train
 from trainer.training.weights import total_parameters
 from trainer.units import GIB
 

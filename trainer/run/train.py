@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from trainer.config.saved import Run, public_config, save_run
-from trainer.config.schema import Resume
 from trainer.data.batches.streamed_steps import Index
 from trainer.data.tokens.row_stream import RowStream
 from trainer.data.tokens.tokenize import Tokens
@@ -42,6 +41,7 @@ from trainer.training.interrupts import Interrupts
 from trainer.training.loop import train
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import matmul_flops
+from trainer.training.train_settings import Resume
 from trainer.training.watch import Watch
 from trainer.units import GIB
 

@@ -15,8 +15,8 @@ from trainer.training.state import State, Window
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
     from trainer.tracking.trackers import Tracker
+    from trainer.training.train_settings import Train
 
 
 @dataclass

@@ -14,8 +14,8 @@ import pytest
 
 from trainer.commands import plan as command
 from trainer.config.compose import compose
-from trainer.config.schema import Device
 from trainer.config.shelf import recipes
+from trainer.device.find import Device
 from trainer.errors import ConfigError, ModelError, StorageError
 from trainer.memory.advice import whatif
 from trainer.memory.advice.report import full_plan

@@ -13,7 +13,7 @@ from trainer.data.batches.packing import Packing
 from trainer.data.tokens.token_sets import Tokens
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
+    from trainer.data.batches.batching import Batching
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Position:
 class TrainingSteps:
     """The micro-batches of every optimizer step of a run."""
 
-    def __init__(self, tokens: Tokens, packing: Packing, train: Train, seed: int):
+    def __init__(self, tokens: Tokens, packing: Packing, train: Batching, seed: int):
         self.tokens, self.packing, self.train, self.seed = tokens, packing, train, seed
         self._epochs: dict[int, list[np.ndarray]] = {}
         self._steps_in_epoch: list[int] = []
@@ -107,7 +107,7 @@ class TrainingSteps:
         """Called when the run ends, however it does."""
 
 
-def evaluation_batches(tokens: Tokens, packing: Packing, train: Train) -> Iterator[MicroBatch]:
+def evaluation_batches(tokens: Tokens, packing: Packing, train: Batching) -> Iterator[MicroBatch]:
     """All held-out samples once, in their own order, source by source."""
     for part in tokens.parts():
         for rows in packing.micro_batches(part.lengths, train, None):

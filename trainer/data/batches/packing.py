@@ -11,7 +11,7 @@ import numpy as np
 from trainer.registry import option
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
+    from trainer.data.batches.batching import Batching
 
 
 @dataclass
@@ -22,11 +22,11 @@ class Packing(ABC):
     """whether a micro-batch is one row of whole samples (else one padded row a sample)"""
 
     @abstractmethod
-    def micro_batches(self, lengths: np.ndarray, train: Train, rng: np.random.Generator | None) -> list[np.ndarray]:
+    def micro_batches(self, lengths: np.ndarray, train: Batching, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Sample indices of each micro-batch of one epoch; rng None keeps the samples' own order."""
 
     @abstractmethod
-    def largest(self, max_length: int, train: Train) -> list[int]:
+    def largest(self, max_length: int, train: Batching) -> list[int]:
         """Sample lengths of the largest micro-batch that there can be of samples up to `max_length` tokens."""
 
 

@@ -15,7 +15,7 @@ from trainer.data.batches.batch import MicroBatch
 from trainer.data.batches.loader import Position, TrainingSteps
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
+    from trainer.data.batches.batching import Batching
     from trainer.data.batches.packing import Packing
     from trainer.data.tokens.tokenize import Tokens
 
@@ -54,7 +54,7 @@ class Ahead(ABC):
 class PrefetchingSteps(Ahead, TrainingSteps):
     """TrainingSteps made ahead."""
 
-    def __init__(self, tokens: Tokens, packing: Packing, train: Train, seed: int, pin: bool):
+    def __init__(self, tokens: Tokens, packing: Packing, train: Batching, seed: int, pin: bool):
         Ahead.__init__(self, pin)
         self._lock = threading.RLock()  # epochs are packed on first use, by either thread
         TrainingSteps.__init__(self, tokens, packing, train, seed)

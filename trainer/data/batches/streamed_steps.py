@@ -25,7 +25,7 @@ from trainer.data.tokens.token_sets import TokenSet
 from trainer.errors import StorageError
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Train
+    from trainer.data.batches.batching import Batching
 
 _WINDOW = 0x57AE
 """Keeps a stream's random numbers apart from the epochs'."""
@@ -107,7 +107,7 @@ class StreamedSteps(Ahead):
         self,
         stream: RowStream,
         packing: Packing,
-        train: Train,
+        train: Batching,
         seed: int,
         pin: bool,
         index: Index | None = None,

@@ -16,13 +16,13 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.saved import to_plain
 from trainer.data.data_settings import Data
 from trainer.data.sources.files import DataFile
 from trainer.data.tokens.counts import Counts
 from trainer.data.tokens.store import open_tokens
 from trainer.data.tokens.token_sets import TokenSet
 from trainer.errors import StorageError
+from trainer.registry import to_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

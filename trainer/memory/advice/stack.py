@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.schema import Device
 from trainer.config.shelf import option_values, schema_of
+from trainer.device.find import Device
 from trainer.memory.advice import textbook as book
 from trainer.memory.predict.moments import Prediction, predict
 from trainer.memory.predict.planner import Planner

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig
 
-from trainer.config.schema import Device
+from trainer.device.find import Device
 from trainer.memory.fit import fit, free_bytes
 from trainer.memory.predict.moments import Prediction, predict, without_inputs
 from trainer.memory.predict.optimizer_memory import OptimizerMemory, optimizer_memory

@@ -13,10 +13,10 @@ from tests.support import train_here
 from trainer.errors import ModelError
 from trainer.model import attention
 from trainer.model.attention import PACKED
-from trainer.model.packing_probe import check_packing
 from trainer.model.precision import Dtypes
 from trainer.run import session
 from trainer.training.losses import Chunked, Full
+from trainer.training.packing_probe import check_packing
 
 
 def contaminating(module, query, key, value, attention_mask, scaling=None, **_):
