@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import make_tokenizer, train_here, write_jsonl
 from trainer.config.saved import load_run
-from trainer.model.new_tokens import add_new_tokens, grow
+from trainer.data.chat.templates import add_new_tokens
+from trainer.model.new_tokens import grow
 
 NEW = ["<|call|>", "moocow", "<|done|>"]
 

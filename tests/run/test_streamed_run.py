@@ -19,7 +19,7 @@ from tests.support import chat_rows, metrics, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.data.sources import file_marks as marks_module
 from trainer.data.sources import rows as rows_module
-from trainer.data.sources.file_marks import Mark
+from trainer.data.sources.file_marks import FileMark
 from trainer.data.tokens.row_stream import RowStream
 from trainer.errors import StorageError
 
@@ -131,12 +131,12 @@ def test_bytes_that_changed_inside_a_file_are_not_gone_on_with(job, tmp_path, ca
 
     assert in_child(killed) == -signal.SIGKILL
     size, content = file.stat().st_size, bytearray(file.read_bytes())
-    mark = Mark.of(file)
+    mark = FileMark.of(file)
     copied = shutil.copytree(run, tmp_path / "copied")
     assert b"1025 " in content[100:-100]  # a row of the second half
     edited = content.replace(b"1025 ", b"9025 ")
     file.write_bytes(edited)
-    after = Mark.of(file)
+    after = FileMark.of(file)
     assert (after.num_bytes, after.ends) == (size, mark.ends) and edited != content
     reads = []
     original = RowStream.window

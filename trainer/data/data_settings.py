@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
+from trainer.data.chat.messages import ROLES
 from trainer.errors import closest
 from trainer.registry import option
 
@@ -17,6 +18,13 @@ class Format(Enum):
     alpaca = "alpaca"
     prompt_completion = "prompt_completion"
     text = "text"
+
+
+FIELDS = (
+    *("messages", "conversations", "tools", "system", "instruction", "input", "output", "history"),
+    *("prompt", "completion", "text"),
+)
+"""Every field that a format reads: what data.columns may name."""
 
 
 class OverLength(Enum):
@@ -103,7 +111,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Where one kind of rows comes from; data.path is one, data.sources are several."""
 
     key: str
@@ -120,16 +128,16 @@ OWN_KEYS = ("split", "format", "columns", "roles", "row_template", "train_on")
 """Settings that a source of a mixture may have to itself."""
 
 
-def training_sources(data: Data) -> list[Source]:
+def training_sources(data: Data) -> list[DataSource]:
     """What is trained on. The settings have been checked (source_problems)."""
     if data.sources is None:
-        return [Source("data.path", data.path, data.path, 1.0, data)]
+        return [DataSource("data.path", data.path, data.path, 1.0, data)]
     sources = []
     for i, entry in enumerate(data.sources):
         own = {key: _typed(key, entry[key]) for key in OWN_KEYS if key in entry}
         name = entry.get("name", entry["path"])
         weight = float(entry.get("weight", 1.0))
-        sources.append(Source(f"data.sources[{i}].path", entry["path"], name, weight, replace(data, **own)))
+        sources.append(DataSource(f"data.sources[{i}].path", entry["path"], name, weight, replace(data, **own)))
     return sources
 
 
@@ -172,9 +180,6 @@ def source_problems(data: Data) -> list[str]:
 
 
 def _mapping_problems(key: str, columns: Any, roles: Any) -> list[str]:
-    from trainer.data.chat.formats import FIELDS
-    from trainer.data.chat.messages import ROLES
-
     problems = []
     for part, mapping in (("columns", columns), ("roles", roles)):
         if not isinstance(mapping, dict) or not all(isinstance(value, str) for value in mapping.values()):

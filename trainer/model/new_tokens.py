@@ -8,21 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def add_new_tokens(tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[str], template: str) -> None:
-    """Gives the tokenizer tokens that are never split; those that the chat template writes are control tokens."""
-    from tokenizers import AddedToken
-
-    vocabulary = tokenizer.get_vocab()
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=token in template, normalized=False)
-            for token in new_tokens
-            if token not in vocabulary
-        ]
-    )
+    from transformers import PreTrainedModel
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.saved import Run, differences, load_run
-from trainer.data.sources.file_marks import Mark, changes
+from trainer.data.sources.file_marks import FileMark, changes
 from trainer.errors import StorageError
 from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints
@@ -59,7 +59,7 @@ def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[
 
 
 def check_same_data(
-    folder: RunFolder, beginning: Beginning, data_hash: str, marks: dict[str, Mark], resume: Resume
+    folder: RunFolder, beginning: Beginning, data_hash: str, marks: dict[str, FileMark], resume: Resume
 ) -> None:
     """Raises StorageError where a run would go on with other data than it started with.
 
@@ -68,7 +68,7 @@ def check_same_data(
     manifest = folder.manifest()
     if beginning.checkpoint is None or manifest is None or resume is Resume.force or manifest["data_hash"] == data_hash:
         return
-    then = {name: Mark(**mark) for name, mark in manifest.get("data_files", {}).items()}
+    then = {name: FileMark(**mark) for name, mark in manifest.get("data_files", {}).items()}
     changed = "; ".join(changes(then, marks)) or "its samples would come in another order"
     text = (
         f"output_dir={folder.path}: the training data has changed since the run began: {changed}. Put the data back "

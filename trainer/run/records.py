@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.sources.file_marks import Mark
+from trainer.data.sources.file_marks import FileMark
 from trainer.data.tokens.row_stream import RowStream
 from trainer.data.tokens.tokenize import Tokens
 from trainer.device.measure import rss_peak
@@ -42,7 +42,7 @@ def data_of(train_set: Tokens | RowStream) -> dict[str, Any]:
     return {"data_hash": train_set.content_hash(), "data_files": files}
 
 
-def marks_of(train_set: Tokens | RowStream) -> dict[str, Mark]:
+def marks_of(train_set: Tokens | RowStream) -> dict[str, FileMark]:
     """Of the files of a stream; what is read whole is known by its tokens."""
     return train_set.marks if isinstance(train_set, RowStream) else {}
 

@@ -24,7 +24,7 @@ from trainer.data.batches.prefetch import PrefetchingSteps
 from trainer.data.batches.streamed_steps import Index, StreamedSteps
 from trainer.data.chat.templates import dress
 from trainer.data.tokens.gather import check_losses, load_data
-from trainer.data.tokens.row_stream import RowStream, Window
+from trainer.data.tokens.row_stream import RowStream, StreamWindow
 from trainer.data.tokens.tokenize import Counts, Tokens
 from trainer.device.find import NO_GPU, Device
 from trainer.device.measure import Memory
@@ -138,7 +138,7 @@ def prepare(
     if held_out is not None:
         check(held_out)
 
-    def check_window(window: Window) -> None:
+    def check_window(window: StreamWindow) -> None:
         check_losses(config.data, window.counts)
         check(window.tokens)
 

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from trainer.data.chat.formats import Reader, to_sample
+from trainer.data.chat.formats import RowReader
 from trainer.data.chat.messages import BadRow, Dialogue, PlainText
 from trainer.data.data_settings import Format
-from trainer.data.sources.rows import Row
+from trainer.data.sources.row import Row
 
 
 def sample(fields: dict, format: Format = Format.auto, **reader):
-    return Reader(format, **reader).sample(Row("f:1", fields))[0]
+    return RowReader(format, **reader).sample(Row("f:1", fields))[0]
 
 
 def refused(fields: dict, format: Format = Format.auto, **reader) -> str:
@@ -162,11 +162,13 @@ def test_a_named_format_settles_what_is_ambiguous():
 
 def test_a_row_that_could_not_be_read_says_why():
     with pytest.raises(BadRow, match="not JSON"):
-        to_sample(Row("f:1", None, "not JSON: cut"), Format.auto)
+        RowReader(Format.auto).sample(Row("f:1", None, "not JSON: cut"))
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_reach_the_template_under_whichever_name(name):
     answer = {"role": "assistant", "content": "5", name: "2 and 3"}
-    sample = to_sample(Row("f:1", {"messages": [{"role": "user", "content": "2 + 3?"}, answer]}), Format.messages)
+    sample, _ = RowReader(Format.messages).sample(
+        Row("f:1", {"messages": [{"role": "user", "content": "2 + 3?"}, answer]})
+    )
     assert sample.messages[1] == {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}

@@ -7,11 +7,11 @@ import pytest
 from tests.data.styles import tokenizer_of
 from tests.support import make_tokenizer
 from trainer.data.chat.encoder import Encoder
-from trainer.data.chat.formats import Reader
+from trainer.data.chat.formats import RowReader
 from trainer.data.chat.messages import BadRow, Dialogue, PlainText
 from trainer.data.chat.templates import dress, row_template, shipped_templates
 from trainer.data.data_settings import Format, TrainOn
-from trainer.data.sources.rows import Row
+from trainer.data.sources.row import Row
 from trainer.errors import DataError
 
 CHAT = [
@@ -82,12 +82,12 @@ def test_row_templates_write_rows_or_text(tmp_path):
     file = tmp_path / "row.jinja"
     file.write_text('{"instruction": {{ q | tojson }}, "output": {{ row["a b"] | tojson }}}')
     row = Row("f:1", {"q": 'say "hi"', "a b": "hi\n"})
-    sample, format = Reader(Format.auto, row_template=row_template(str(file))).sample(row)
+    sample, format = RowReader(Format.auto, row_template=row_template(str(file))).sample(row)
     assert format is Format.alpaca and [m["content"] for m in sample.messages] == ['say "hi"', "hi\n"]
     file.write_text("{{ q }}!")
-    assert Reader(Format.text, row_template=row_template(str(file))).sample(row)[0] == PlainText("", 'say "hi"!')
+    assert RowReader(Format.text, row_template=row_template(str(file))).sample(row)[0] == PlainText("", 'say "hi"!')
     with pytest.raises(BadRow, match="wrote no JSON"):
-        Reader(Format.auto, row_template=row_template(str(file))).sample(row)
+        RowReader(Format.auto, row_template=row_template(str(file))).sample(row)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_hostile_row_templates_are_bad_rows(tmp_path, template, said):
     file = tmp_path / "row.jinja"
     file.write_text(template)
     with pytest.raises(BadRow, match=said):
-        Reader(Format.text, row_template=row_template(str(file))).sample(Row("f:1", {"text": "x"}))
+        RowReader(Format.text, row_template=row_template(str(file))).sample(Row("f:1", {"text": "x"}))
 
 
 def test_a_row_template_with_what_templates_do_not_have_is_refused_before_any_row(tmp_path):

@@ -13,12 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.sources import rows as rows_module
-from trainer.data.sources.rows import read_rows
+from trainer.data.sources.files import find_files
+from trainer.data.sources.rows import read_pieces
 from trainer.errors import DataError
 
 
 def read(path):
-    return list(read_rows(str(path), "data.path"))
+    return [
+        row for file in find_files(str(path), "data.path", None) for piece in read_pieces(file) for row in piece.rows()
+    ]
 
 
 def write(path, content: bytes | str):

@@ -19,7 +19,7 @@ from tests.support import CHATS, chat_rows, make_tokenizer, write_jsonl
 from trainer.config.compose import compose
 from trainer.data.sources import rows as rows_module
 from trainer.data.tokens import worker as worker_module
-from trainer.data.tokens.row_stream import RowStream, State, Window
+from trainer.data.tokens.row_stream import RowStream, StreamState, StreamWindow
 from trainer.data.tokens.tokenize import load_tokens
 from trainer.errors import DataError
 
@@ -40,7 +40,7 @@ def stream(*words: str) -> RowStream:
     return RowStream(settings(*words), TOKENIZER, lambda window: None)
 
 
-def epochs(reading: RowStream, count: int) -> list[list[Window]]:
+def epochs(reading: RowStream, count: int) -> list[list[StreamWindow]]:
     """The windows of the first epochs."""
     found, state = [], reading.begin()
     for epoch in range(count):
@@ -53,7 +53,7 @@ def epochs(reading: RowStream, count: int) -> list[list[Window]]:
     return found
 
 
-def samples(windows: list[Window]) -> list[tuple[bytes, bytes, str]]:
+def samples(windows: list[StreamWindow]) -> list[tuple[bytes, bytes, str]]:
     return [
         (*(array.tobytes() for array in window.tokens.sample(i)), window.tokens.place(i))
         for window in windows
@@ -105,7 +105,7 @@ def test_a_stream_gives_the_samples_of_the_whole_in_order_and_from_any_window(ki
     assert [window.ends_epoch for window in first] == [False] * 7 + [True]
     assert sum(window.counts[0].rows for window in first) == 50
     for window in (*first, *second):
-        start = State.from_json(json.loads(json.dumps(window.start.to_json())))
+        start = StreamState.from_json(json.loads(json.dumps(window.start.to_json())))
         again = stream(*words).window(start)
         assert samples([again]) == samples([window]) and again.end == window.end and again.counts == window.counts
         assert again.digest == window.digest and again.share == window.share

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from tests.support import CHATS, chat_rows, make_tokenizer, write_jsonl
 from trainer.config.compose import compose
 from trainer.data.chat.encoder import Encoder
-from trainer.data.chat.formats import to_sample
+from trainer.data.chat.formats import RowReader
 from trainer.data.data_settings import Format, TrainOn
-from trainer.data.sources.rows import read_rows
+from trainer.data.sources.files import find_files
+from trainer.data.sources.row import Row
+from trainer.data.sources.rows import read_pieces
 from trainer.data.tokens.gather import load_data
 from trainer.data.tokens.tokenize import load_tokens, openings, split_held_out
 from trainer.errors import DataError
@@ -38,8 +40,9 @@ def refused(path, *words: str) -> str:
 def test_tokens_are_the_encoders_in_the_order_of_the_rows(chats, tokenizer):
     tokens, counts = load(chats)
     encoder = Encoder(tokenizer, TrainOn.assistant)
-    for i, row in enumerate(read_rows(str(chats), "data.path")):
-        sample = to_sample(row, Format.auto)
+    (file,) = find_files(str(chats), "data.path", None)
+    for i, row in enumerate(row for piece in read_pieces(file) for row in piece.rows()):
+        sample, _ = RowReader(Format.auto).sample(row)
         ids, is_target = encoder.encode(sample)
         assert tokens.sample(i)[0].tolist() == ids and tokens.sample(i)[1].tolist() == is_target
         assert tokens.source(i) == sample and tokens.place(i) == row.where == f"{chats}:{i + 1}"
@@ -96,14 +99,12 @@ def test_split_text_loses_nothing(tmp_path, tokenizer):
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": "y" * 120}])
     tokens, counts = load(file, "data.over_length=split", "data.max_length=50")
     whole = np.concatenate([tokens.sample(i)[0] for i in range(len(tokens))])
-    assert whole.tolist() == Encoder(tokenizer, TrainOn.assistant).encode(to_sample(*_row({"text": "y" * 120})))[0]
+    assert whole.tolist() == Encoder(tokenizer, TrainOn.assistant).encode(_sample({"text": "y" * 120}))[0]
     assert (counts.used, counts.samples, counts.split) == (1, 3, 3)
 
 
-def _row(fields):
-    from trainer.data.sources.rows import Row
-
-    return Row("f:1", fields), Format.auto
+def _sample(fields):
+    return RowReader(Format.auto).sample(Row("f:1", fields))[0]
 
 
 def test_too_long_is_dropped_counted_and_said(tmp_path):

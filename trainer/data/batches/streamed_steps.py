@@ -20,7 +20,7 @@ from trainer.data.batches.batch import MicroBatch, collate
 from trainer.data.batches.loader import Position
 from trainer.data.batches.packing import Packing
 from trainer.data.batches.prefetch import Ahead
-from trainer.data.tokens.row_stream import RowStream, State, Window
+from trainer.data.tokens.row_stream import RowStream, StreamState, StreamWindow
 from trainer.data.tokens.token_sets import TokenSet
 from trainer.errors import StorageError
 
@@ -35,8 +35,8 @@ _WINDOW = 0x57AE
 class Entry:
     """What is known of a window once it has been read."""
 
-    start: State
-    end: State
+    start: StreamState
+    end: StreamState
     first_row: int
     """number of its first row in the epoch"""
     num_rows: int
@@ -54,7 +54,9 @@ class Entry:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Entry:
-        return cls(**{**values, "start": State.from_json(values["start"]), "end": State.from_json(values["end"])})
+        return cls(
+            **{**values, "start": StreamState.from_json(values["start"]), "end": StreamState.from_json(values["end"])}
+        )
 
     @property
     def ends_epoch(self) -> bool:
@@ -123,7 +125,7 @@ class StreamedSteps(Ahead):
         self._entries_lock = threading.Lock()  # the file has every entry, in order, whenever it is begun
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows")
         self._lock = threading.RLock()  # windows are asked for by either thread
-        self._windows: dict[int, Future[tuple[Window, list[np.ndarray]]]] = {}
+        self._windows: dict[int, Future[tuple[StreamWindow, list[np.ndarray]]]] = {}
         try:
             self.first, self._first_rows = self._window(self._find(min(step, self.num_steps)))
         except BaseException:  # an interrupt too: a thread that goes on reading would keep the program from ending
@@ -226,7 +228,7 @@ class StreamedSteps(Ahead):
             if entry.first_row <= row < entry.first_row + entry.num_rows:
                 return k
 
-    def _window(self, k: int) -> tuple[Window, list[np.ndarray]]:
+    def _window(self, k: int) -> tuple[StreamWindow, list[np.ndarray]]:
         """Window k and its rows; the one before it is forgotten, the one after it is begun."""
         for old in [number for number in self._windows if number < k - 1]:
             del self._windows[old]
@@ -238,11 +240,11 @@ class StreamedSteps(Ahead):
             self._submit(k + 1)
         return window, rows
 
-    def _submit(self, k: int) -> Future[tuple[Window, list[np.ndarray]]]:
+    def _submit(self, k: int) -> Future[tuple[StreamWindow, list[np.ndarray]]]:
         self._windows[k] = self._reader.submit(self._read, k)
         return self._windows[k]
 
-    def _read(self, k: int) -> tuple[Window, list[np.ndarray]]:
+    def _read(self, k: int) -> tuple[StreamWindow, list[np.ndarray]]:
         """Reads window k, in the one thread that reads."""
         if k < len(self.entries):
             start = self.entries[k].start

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.data.chat.messages import ALIASES, BadRow, Dialogue, PlainText, Sample, dialogue, parsed, shown
 from trainer.data.data_settings import Format
-from trainer.data.sources.rows import Row
+from trainer.data.sources.row import Row
 from trainer.errors import closest
 
 CALL_ROLE = "function_call"
@@ -27,15 +27,9 @@ KEYS: dict[Format, tuple[str, ...]] = {
 }
 """Fields by which a format is known, and which it needs."""
 
-FIELDS = (
-    *("messages", "conversations", "tools", "system", "instruction", "input", "output", "history"),
-    *("prompt", "completion", "text"),
-)
-"""Every field that a format reads: what data.columns may name."""
-
 
 @dataclass(frozen=True)
-class Reader:
+class RowReader:
     """How the rows of one source are read."""
 
     format: Format
@@ -71,11 +65,6 @@ class Reader:
         taken = set(self.columns.values())
         kept = {name: value for name, value in fields.items() if name not in taken and name not in self.columns}
         return kept | {ours: fields[theirs] for ours, theirs in self.columns.items()}
-
-
-def to_sample(row: Row, format: Format) -> Sample:
-    """The sample in a row that needs no mapping. Raises BadRow."""
-    return Reader(format).sample(row)[0]
 
 
 def detect(fields: dict[str, Any]) -> Format:

@@ -5,6 +5,7 @@ Both are Jinja and run sandboxed: they can neither reach Python nor run away (sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from trainer.data.chat.messages import BadRow
 from trainer.data.chat.rendering import ChatTemplate
 from trainer.data.chat.sandbox import BoundedEnvironment, RanAway
 from trainer.errors import DataError, closest
-from trainer.model.new_tokens import add_new_tokens
 from trainer.resources import PACKAGE
 
 if TYPE_CHECKING:
@@ -52,6 +52,20 @@ def dress(tokenizer: PreTrainedTokenizerBase, chosen: str | None, new_tokens: Se
     ChatTemplate(tokenizer, chosen).check()
 
 
+def add_new_tokens(tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[str], template: str) -> None:
+    """Gives the tokenizer tokens that are never split; those that the chat template writes are control tokens."""
+    from tokenizers import AddedToken
+
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=token in template, normalized=False)
+            for token in new_tokens
+            if token not in vocabulary
+        ]
+    )
+
+
 def _chat_template(chosen: str) -> str:
     file = SHIPPED / f"{chosen}.jinja"
     if "/" in chosen or "." in chosen or not file.is_file():
@@ -68,8 +82,6 @@ def _chat_template(chosen: str) -> str:
 
 def _control_tokens(template: str) -> list[str]:
     """Words of the form <|...|> that the template writes."""
-    import re
-
     return sorted(set(re.findall(r"<\|[a-z_]+\|>", template)))
 
 

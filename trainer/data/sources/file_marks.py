@@ -16,7 +16,7 @@ END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Mark:
+class FileMark:
     """Of a file: an edit changes the time of modification, and one that puts it back is meant to go unnoticed.
 
     Not its inode or the time its state last changed, which a copy that keeps the time of modification has anew.
@@ -29,7 +29,7 @@ class Mark:
     """sha256 of the bytes at both ends"""
 
     @classmethod
-    def of(cls, path: Path) -> Mark:
+    def of(cls, path: Path) -> FileMark:
         """Raises DataError where the file cannot be read."""
         try:
             stat = path.stat()
@@ -50,7 +50,7 @@ class Mark:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}.{nanoseconds:09d} UTC"
 
 
-def changes(then: dict[str, Mark], now: dict[str, Mark]) -> list[str]:
+def changes(then: dict[str, FileMark], now: dict[str, FileMark]) -> list[str]:
     """The files, by name, that are not what they were, each with what is different."""
     found = []
     for name in sorted(then.keys() | now.keys()):

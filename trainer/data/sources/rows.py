@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from trainer.data.sources.files import DataFile, find_files
+from trainer.data.sources.files import DataFile
+from trainer.data.sources.row import Row
+from trainer.data.sources.tabular import arrow_rows, csv_rows, parquet_rows
 from trainer.errors import DataError
 
 PIECE_BYTES = 1 << 20
@@ -21,16 +23,6 @@ PIECE_ROWS = 1000
 
 MAX_LINE_BYTES = 256 << 20
 """A longer line is no row of text but a broken file, and would fill the memory."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row, or the reason why it is none."""
-
-    where: str
-    """file:line; file:row N where a file has no lines"""
-    fields: dict[str, Any] | None
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +68,6 @@ def read_pieces(file: DataFile) -> Iterator[Piece]:
         raise DataError(f"{file.name}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def read_rows(path: str, key: str, split: str | None = None) -> Iterator[Row]:
-    """The rows of a local path; `key` names the setting that it came from. Raises DataError."""
-    for file in find_files(path, key, split):
-        for piece in read_pieces(file):
-            yield from piece.rows()
-
-
 def in_pieces(rows: Iterable[Row]) -> Iterator[Rows]:
     """Rows in pieces of a thousand."""
     items: list[Row] = []
@@ -93,15 +78,6 @@ def in_pieces(rows: Iterable[Row]) -> Iterator[Rows]:
             items = []
     if items:
         yield Rows(items)
-
-
-def without_nulls(value: Any) -> Any:
-    """A value from a table: there, what a row does not have is a null."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
 
 
 def read_again(file: DataFile, piece: Lines) -> Iterator[Lines]:
@@ -190,7 +166,7 @@ class _Rejoined:
         return self._stream.read(size)
 
 
-class _Window:
+class _JsonWindow:
     """The part of a JSON text that is being parsed; grows while a value does not end in it."""
 
     def __init__(self, file: DataFile, stream: _Rejoined):
@@ -230,7 +206,7 @@ class _Window:
 
 def _array(file: DataFile, stream: _Rejoined) -> Iterator[Row]:
     """A JSON array of objects. Broken syntax ends the file, so it is an error whatever on_bad_row says."""
-    window = _Window(file, stream)
+    window = _JsonWindow(file, stream)
     window.peek()
     window.position += 1
     if window.peek() == "]":
@@ -250,7 +226,7 @@ def _array(file: DataFile, stream: _Rejoined) -> Iterator[Row]:
             raise DataError(f"{place}: not JSON: expected ',' or ']' after a row.")
 
 
-def _element(window: _Window) -> tuple[Any, str]:
+def _element(window: _JsonWindow) -> tuple[Any, str]:
     while True:
         line = window.where(window.position)
         where = f"{window.file.name}:{line}"
@@ -274,15 +250,11 @@ def _element(window: _Window) -> tuple[Any, str]:
 
 def _table(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
     """csv and tsv with a header; every value is text."""
-    from trainer.data.sources.tabular import csv_rows
-
     return in_pieces(csv_rows(file.name, stream, "," if file.kind == "csv" else "\t"))
 
 
 def _columns(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
     """parquet and arrow."""
-    from trainer.data.sources.tabular import arrow_rows, parquet_rows
-
     return in_pieces((parquet_rows if file.kind == "parquet" else arrow_rows)(file.name, stream))
 
 

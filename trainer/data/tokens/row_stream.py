@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.data_settings import Data, MixBy, Source, Stop, training_sources
-from trainer.data.sources.file_marks import Mark
+from trainer.data.data_settings import Data, DataSource, MixBy, Stop, training_sources
+from trainer.data.sources.file_marks import FileMark
 from trainer.data.sources.files import DataFile, find_files, is_hub_id
 from trainer.data.sources.rows import Lines, Piece, in_pieces, read_again, read_pieces
 from trainer.data.tokens.cache import shape_hash
 from trainer.data.tokens.counts import Counts
 from trainer.data.tokens.token_sets import TokenSet
 from trainer.data.tokens.tokenize import Tally
-from trainer.data.tokens.worker import Block, Tokenisers, Worker, num_processes
+from trainer.data.tokens.worker import TokenBlock, Tokenisers, Worker, num_processes
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPlace:
     """Where reading stands in one source."""
 
     file: int = 0
@@ -50,36 +50,36 @@ class Place:
 
 
 @dataclass(frozen=True)
-class State:
+class StreamState:
     """Where reading stands between two windows."""
 
     epoch: int
-    places: tuple[Place, ...]
+    places: tuple[StreamPlace, ...]
     taken: tuple[int, ...]
     """samples or tokens (data.mix_by) taken of each source in this epoch"""
     seen: tuple[bool, ...]
     """sources of which this epoch has seen the end"""
 
     @classmethod
-    def begin(cls, epoch: int, num_sources: int) -> State:
-        return cls(epoch, (Place(),) * num_sources, (0,) * num_sources, (False,) * num_sources)
+    def begin(cls, epoch: int, num_sources: int) -> StreamState:
+        return cls(epoch, (StreamPlace(),) * num_sources, (0,) * num_sources, (False,) * num_sources)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> State:
-        places = tuple(Place(**place) for place in values["places"])
+    def from_json(cls, values: dict[str, Any]) -> StreamState:
+        places = tuple(StreamPlace(**place) for place in values["places"])
         return cls(values["epoch"], places, tuple(values["taken"]), tuple(values["seen"]))
 
 
 @dataclass(frozen=True)
-class Window:
+class StreamWindow:
     """Samples that are shuffled and packed together."""
 
     tokens: TokenSet = field(repr=False)
-    start: State
-    end: State
+    start: StreamState
+    end: StreamState
     counts: list[Counts]
     """one a source: the rows that were read for this window"""
     share: float | None
@@ -94,21 +94,21 @@ class Window:
         return self.tokens.content_hash()[:32]
 
 
-class _Reader:
+class _SourceReader:
     """One source, from a place on."""
 
-    def __init__(self, source: Source, number: int, tokenisers: Tokenisers, place: Place):
+    def __init__(self, source: DataSource, number: int, tokenisers: Tokenisers, place: StreamPlace):
         self.source, self._number, self._tokenisers = source, number, tokenisers
         self.files: list[DataFile] = _files(source)
         self.begin_again(place)
 
-    def begin_again(self, place: Place | None = None) -> None:
+    def begin_again(self, place: StreamPlace | None = None) -> None:
         """From a place on, or from the beginning."""
-        self._start = place or Place()
-        self._from_beginning, self._gave = place is None or place == Place(), False
+        self._start = place or StreamPlace()
+        self._from_beginning, self._gave = place is None or place == StreamPlace(), False
         self._under_way: list[tuple[int, int, Piece]] = []
         self._blocks = self._tokenisers.blocks(self._number, self._pieces())
-        self._block: Block | None = None
+        self._block: TokenBlock | None = None
         self._used = 0
 
     def ready(self, tally: Tally) -> bool:
@@ -140,13 +140,13 @@ class _Reader:
         self._used += 1
         return self._block.input_ids[span], self._block.is_target[span], where
 
-    def place(self) -> Place:
+    def place(self) -> StreamPlace:
         """Where to begin to get the samples that are not taken yet."""
         if self._block is None:
             return self._start
         file, number, piece = self._at
         offset, line = (piece.offset, piece.first) if isinstance(piece, Lines) else (0, 1)
-        return Place(file, number, offset, line, self._used, True, self.share())
+        return StreamPlace(file, number, offset, line, self._used, True, self.share())
 
     def share(self) -> float | None:
         """Of a pass that is behind."""
@@ -167,7 +167,7 @@ class _Reader:
             yield piece
 
 
-def _from(source: Source, files: list[DataFile], start: Place) -> Iterator[tuple[int, int, Piece]]:
+def _from(source: DataSource, files: list[DataFile], start: StreamPlace) -> Iterator[tuple[int, int, Piece]]:
     """(file, number in the file, piece) of a source. What can be jumped over is not read."""
     if not files:
         from trainer.data.sources.tabular import hub_stream
@@ -189,7 +189,7 @@ def _can_seek(file: DataFile) -> bool:
     return file.compression is None and file.kind in ("jsonl", "txt")
 
 
-def _files(source: Source) -> list[DataFile]:
+def _files(source: DataSource) -> list[DataFile]:
     """None for a data set on the hub."""
     return [] if is_hub_id(source.path) else find_files(source.path, source.key, source.data.split)
 
@@ -197,17 +197,17 @@ def _files(source: Source) -> list[DataFile]:
 class RowStream:
     """The windows of a run's training data. Not for several threads at once."""
 
-    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, check: Callable[[Window], None]):
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, check: Callable[[StreamWindow], None]):
         """`check` looks at every window and raises where a run must not go on with it."""
         self.data, self.check = data, check
         self.sources = training_sources(data)
         workers = [Worker(source.data, source.path, tokenizer) for source in self.sources]
-        self.marks = {file.name: Mark.of(file.path) for source in self.sources for file in _files(source)}
+        self.marks = {file.name: FileMark.of(file.path) for source in self.sources for file in _files(source)}
         size = sum(mark.num_bytes for mark in self.marks.values())
         from_hub = any(is_hub_id(source.path) for source in self.sources)
         self._tokenisers = Tokenisers(workers, num_processes(data.workers, sys.maxsize if from_hub else size))
-        self._readers: list[_Reader] = []
-        self._state: State | None = None
+        self._readers: list[_SourceReader] = []
+        self._state: StreamState | None = None
         self._stopped = False
         self._hash = _identity(data, self.sources, self.marks, tokenizer)
 
@@ -223,25 +223,25 @@ class RowStream:
         """Ends the processes that tokenise."""
         self._tokenisers.close()
 
-    def begin(self) -> State:
+    def begin(self) -> StreamState:
         """The start of the first window."""
-        return State.begin(0, len(self.sources))
+        return StreamState.begin(0, len(self.sources))
 
-    def window(self, start: State) -> Window:
+    def window(self, start: StreamState) -> StreamWindow:
         """The window that starts there. Raises DataError for rows that cannot be used."""
         if start != self._state:
             pairs = enumerate(zip(self.sources, start.places, strict=True))
-            self._readers = [_Reader(source, i, self._tokenisers, place) for i, (source, place) in pairs]
+            self._readers = [_SourceReader(source, i, self._tokenisers, place) for i, (source, place) in pairs]
         self._state = None
         tallies = [Tally(source.data, source.path, source.key) for source in self.sources]
         samples, end, share = self._fill(start, tallies)
         counts = [tally.finish() for tally in tallies]
-        window = Window(_together(samples), start, end, counts, share)
+        window = StreamWindow(_together(samples), start, end, counts, share)
         self.check(window)
         self._state = end
         return window
 
-    def _fill(self, state: State, tallies: list[Tally]) -> tuple[list, State, float | None]:
+    def _fill(self, state: StreamState, tallies: list[Tally]) -> tuple[list, StreamState, float | None]:
         """Up to data.streaming_window samples, of each source by its weight; fewer where an epoch ends."""
         taken, seen, samples = list(state.taken), list(state.seen), []
         while True:
@@ -254,7 +254,7 @@ class RowStream:
                 if self.data.stop is Stop.first_exhausted or all(seen):
                     for each in self._readers:
                         each.begin_again()
-                    return samples, State.begin(state.epoch + 1, len(taken)), 1.0
+                    return samples, StreamState.begin(state.epoch + 1, len(taken)), 1.0
                 reader.begin_again()
                 continue
             if len(samples) == self.data.streaming_window:
@@ -281,7 +281,9 @@ def _together(samples: list[tuple[np.ndarray, np.ndarray, bytes]]) -> TokenSet:
     )
 
 
-def _identity(data: Data, sources: list[Source], marks: dict[str, Mark], tokenizer: PreTrainedTokenizerBase) -> str:
+def _identity(
+    data: Data, sources: list[DataSource], marks: dict[str, FileMark], tokenizer: PreTrainedTokenizerBase
+) -> str:
     parts: list[Any] = [data.streaming_window, data.mix_by.value, data.stop.value]
     for source in sources:
         files = [[file.name, marks[file.name].to_json()] for file in _files(source)]

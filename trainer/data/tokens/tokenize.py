@@ -16,7 +16,7 @@ from trainer.data.tokens.cache import cache_key, cached, files_hash
 from trainer.data.tokens.counts import LISTED, Counts
 from trainer.data.tokens.store import TokenWriter
 from trainer.data.tokens.token_sets import Mixture, Tokens, TokenSet
-from trainer.data.tokens.worker import BAD_ROW, Block, Tokenisers, Worker, num_processes
+from trainer.data.tokens.worker import BAD_ROW, TokenBlock, Tokenisers, Worker, num_processes
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Tally:
         self._full = [np.zeros(0, dtype=np.int32)]
         self._prints = [np.zeros(0, dtype=np.uint64)]
 
-    def add(self, block: Block) -> None:
+    def add(self, block: TokenBlock) -> None:
         """Counts one more block. Raises DataError for a row of another format than the first one's."""
         for format, where in block.formats.items():
             self._first = self._first or (format, where)

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.data.chat.encoder import Encoder
-from trainer.data.chat.formats import Reader
+from trainer.data.chat.formats import RowReader
 from trainer.data.chat.messages import BadRow, PlainText, Sample
 from trainer.data.chat.templates import row_template
 from trainer.data.data_settings import Data, Format, OverLength
-from trainer.data.sources.rows import Piece, Row
+from trainer.data.sources.row import Row
+from trainer.data.sources.rows import Piece
 from trainer.data.tokens.counts import Counts
 from trainer.data.tokens.store import dump_sample
 from trainer.errors import DataError
@@ -37,7 +38,7 @@ WORTH_A_PROCESS = 4 << 20
 
 
 @dataclass
-class Block:
+class TokenBlock:
     """The tokens of one piece."""
 
     counts: Counts
@@ -61,10 +62,10 @@ class Worker:
     def __init__(self, data: Data, path: str, tokenizer: PreTrainedTokenizerBase):
         self.data, self.path = data, path
         template = row_template(data.row_template) if data.row_template is not None else None
-        self.reader = Reader(data.format, dict(data.columns), dict(data.roles), template)
+        self.reader = RowReader(data.format, dict(data.columns), dict(data.roles), template)
         self.encoder = Encoder(tokenizer, data.train_on, data.chat_template)
 
-    def block(self, piece: Piece) -> Block:
+    def block(self, piece: Piece) -> TokenBlock:
         """The samples of a piece's rows. Raises DataError for what ends the whole source."""
         counts, formats, too_long = Counts(self.path), {}, []
         rows: list[Row] = []
@@ -97,14 +98,14 @@ class Worker:
             texts["source"] += [dump_sample(sample)] * len(kept)
         return self._block(counts, parts, full, texts, formats, too_long)
 
-    def _block(self, counts, parts, full, texts, formats, too_long) -> Block:
+    def _block(self, counts, parts, full, texts, formats, too_long) -> TokenBlock:
         ids = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32)
         targets = np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, dtype=bool)
         special = self.encoder.special_ids
         counts.samples, counts.tokens, counts.targets = len(parts), len(ids), int(targets.sum())
         counts.ended = sum(int(ids[np.flatnonzero(is_target)[-1]]) in special for ids, is_target in parts)
         prints = [hashlib.blake2b(i.tobytes() + t.tobytes(), digest_size=8).digest() for i, t in parts]
-        return Block(
+        return TokenBlock(
             counts=counts,
             input_ids=ids,
             is_target=targets,
@@ -128,12 +129,12 @@ class Tokenisers:
             context = multiprocessing.get_context("fork")
             self._pool = ProcessPoolExecutor(processes, context, _begin_process, (workers,))
 
-    def blocks(self, number: int, pieces: Iterable[Piece]) -> Iterator[Block]:
+    def blocks(self, number: int, pieces: Iterable[Piece]) -> Iterator[TokenBlock]:
         """Blocks of worker `number`, in the order of their pieces; a few pieces are under way at a time."""
         if self._pool is None:
             yield from map(self.workers[number].block, pieces)
             return
-        under_way: deque[Future[Block]] = deque()
+        under_way: deque[Future[TokenBlock]] = deque()
         for piece in pieces:
             under_way.append(self._pool.submit(_block_in_process, number, piece))
             if len(under_way) > 3 * self.processes:
@@ -147,7 +148,7 @@ class Tokenisers:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _result(block: Future[Block]) -> Block:
+def _result(block: Future[TokenBlock]) -> TokenBlock:
     try:
         return block.result()
     except BrokenProcessPool:
@@ -174,7 +175,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _block_in_process(number: int, piece: Piece) -> Block:
+def _block_in_process(number: int, piece: Piece) -> TokenBlock:
     return _process[number].block(piece)
 
 
