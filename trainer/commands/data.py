@@ -42,8 +42,7 @@ def run(words: list[str]) -> int:
     from trainer.data.tokens.gather import read_data
     from trainer.data.tokens.row_stream import RowStream
     from trainer.model.loading.base import load_tokenizer
-    from trainer.run.session import quiet_libraries
-    from trainer.tracking.console import Screen
+    from trainer.tracking.console import Screen, quiet_libraries
 
     screen = Screen()
     quiet_libraries(screen)

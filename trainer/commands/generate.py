@@ -37,8 +37,7 @@ def run(words: list[str]) -> int:
     dialogues = None if file is None else read_prompts(Path(file), system)
     from trainer.export.dialogue import Conversation
     from trainer.export.reload import load_trained
-    from trainer.run.session import quiet_libraries
-    from trainer.tracking.console import Screen
+    from trainer.tracking.console import Screen, quiet_libraries
 
     quiet_libraries(Screen())
     trained = load_trained(saved, folder)

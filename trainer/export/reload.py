@@ -15,6 +15,7 @@ from trainer.config.schema import Config
 from trainer.data.chat.encoder import Encoder
 from trainer.data.chat.messages import BadRow, Message
 from trainer.data.data_settings import TrainOn
+from trainer.device.find import find_device
 from trainer.errors import DataError, ModelError
 from trainer.export.answering import Say, answer, answer_many
 from trainer.memory.predict.planner import Planner
@@ -23,7 +24,6 @@ from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow
 from trainer.model.offload.streamed_base import streamed_base
 from trainer.model.precision import Dtypes
-from trainer.run.session import find_device
 
 
 @dataclass

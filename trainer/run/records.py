@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.data.sources.file_marks import FileMark
 from trainer.data.tokens.row_stream import RowStream
 from trainer.data.tokens.tokenize import Tokens
+from trainer.device.find import hardware
 from trainer.device.measure import rss_peak
-from trainer.run.session import Ready, hardware
+from trainer.run.session import Ready
 from trainer.tracking.run_folder import git_commit, versions
 from trainer.training.weights import trainable_hash
 from trainer.units import GIB

@@ -4,17 +4,13 @@ can fail without the weights fails before the weights are touched.
 
 from __future__ import annotations
 
-import os
-import platform
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 
 from trainer.config.saved import Run
 from trainer.config.schema import Config
@@ -26,9 +22,9 @@ from trainer.data.chat.templates import dress
 from trainer.data.tokens.gather import check_losses, load_data
 from trainer.data.tokens.row_stream import RowStream, StreamWindow
 from trainer.data.tokens.tokenize import Counts, Tokens
-from trainer.device.find import NO_GPU, Device
+from trainer.device.find import find_device
 from trainer.device.measure import Memory
-from trainer.errors import ConfigError, ModelError
+from trainer.errors import ModelError
 from trainer.memory.predict.speed import recomputed_share
 from trainer.memory.run_plan import RunMemory, plan_run
 from trainer.model import attention
@@ -39,13 +35,11 @@ from trainer.model.offload.activations import Mover
 from trainer.model.offload.block_stream import Source, Stream
 from trainer.model.offload.streamed_base import streamed_base
 from trainer.model.precision import Dtypes
-from trainer.tracking.console import Screen
 from trainer.training.loop import Loop
 from trainer.training.packing_probe import check_packing
 from trainer.training.throughput import count_arithmetic
 from trainer.training.train_settings import Train
 from trainer.training.weights import total_parameters
-from trainer.units import GIB
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -235,23 +229,6 @@ def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTraine
     return streamed_base(*what, prepared.source)
 
 
-def find_device(device: Device) -> torch.device:
-    """The device to run on. Raises ConfigError for a GPU recipe without a GPU."""
-    if device is Device.cpu or (device is Device.auto and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(NO_GPU)
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """What the run's numbers were made on."""
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return {"device": properties.name, "memory_gib": properties.total_memory / GIB, "cuda": torch.version.cuda}
-    return {"device": "cpu", "machine": platform.machine(), "threads": torch.get_num_threads()}
-
-
 def held_out_batches(prepared: Prepared, run: Run):
     """A function that makes the held-out micro-batches, or None without held-out data."""
     if prepared.held_out is None:
@@ -271,13 +248,3 @@ def _check_vocabulary(tokens: Tokens, shape: PreTrainedModel, new_ids: list[int]
 
 def _accelerator(run: Run, device: torch.device) -> Accelerator:
     return run.config.engine.build(cpu=device.type == "cpu")
-
-
-def quiet_libraries(screen: Screen) -> None:
-    """Libraries' chatter goes to no one; their bars appear in a terminal only."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # the start table says so
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers.utils.logging.set_verbosity_error()
-    if not screen.terminal.is_terminal:
-        transformers.utils.logging.disable_progress_bar()

@@ -31,7 +31,7 @@ from trainer.run.disk import disk_trouble_ignored, full_disk, leaving_nothing, s
 from trainer.run.records import data_of, manifest, marks_of, summary_of
 from trainer.run.screen_tables import answers_table, end_table, start_table
 from trainer.run.session import Prepared, Ready, Stages
-from trainer.tracking.console import Screen
+from trainer.tracking.console import Screen, quiet_libraries
 from trainer.tracking.metrics import Metrics
 from trainer.tracking.run_folder import RunFolder, new_run_id
 from trainer.tracking.trackers import Tracker
@@ -95,7 +95,7 @@ class TrainingRun:
 
     def look(self) -> Beginning:
         """Takes the folder and decides how to begin."""
-        session.quiet_libraries(self.screen)
+        quiet_libraries(self.screen)
         keep = self.run.config.train.keep_checkpoints
         self.checkpoints = Checkpoints(self.folder.path / "checkpoints", keep)
         self.interrupts = self.stack.enter_context(Interrupts())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -101,3 +103,15 @@ class Bar:
 
     def at(self, done: int) -> None:
         self._progress.update(self._task, completed=done)
+
+
+def quiet_libraries(screen: Screen) -> None:
+    """Libraries' chatter goes to no one; their bars appear in a terminal only."""
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # the start table says so
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers.utils.logging.set_verbosity_error()
+    if not screen.terminal.is_terminal:
+        transformers.utils.logging.disable_progress_bar()
