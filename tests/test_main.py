@@ -204,3 +204,26 @@ def test_a_python_without_the_libraries_is_told_where_they_are(module, code, mon
     assert program.main() == (1 if code is None else code)
     err = capsys.readouterr().err
     assert ("./launch.sh takes the same words" in err) is (code == 2) and ("Traceback" in err) is (code is None)
+
+
+@pytest.mark.parametrize(
+    ("card", "given", "set_to"),
+    [
+        (True, {}, "expandable_segments:True"),
+        (False, {}, None),
+        (True, {"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        (True, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_growing_segments_where_there_is_a_card_and_never_over_the_users(card, given, set_to, monkeypatch):
+    """Also without launch.sh."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(program, "kernel_module_loaded", lambda: card)
+    monkeypatch.setattr(program.sys, "argv", ["trainer", "--version"])
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main() == 0
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == set_to

@@ -10,6 +10,7 @@ import traceback
 
 from trainer import __version__
 from trainer.commands.report_error import report
+from trainer.device.driver import kernel_module_loaded
 from trainer.errors import ConfigError, TrainerError, closest
 
 COMMANDS = {
@@ -33,6 +34,9 @@ def main() -> int:
     # bf16 filled both. 0.31 GiB at the quickstart's peak against 0.05 with 64, and a fifth more CPU time.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    # Growing segments instead of fixed ones: less of a card's memory is lost to fragments.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and kernel_module_loaded():
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     signal.signal(signal.SIGTERM, _terminated)
     words = sys.argv[1:]
     debug = "debug=true" in [word.lower() for word in words]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 import sys
+import types
 from collections import namedtuple
 
 import pytest
@@ -14,6 +15,7 @@ from trainer import __main__ as program
 from trainer.commands import checkup as doctor
 from trainer.commands.checkup import CHECKS, OK, PROBLEM, WARN, examine
 from trainer.commands.doctor import run
+from trainer.device.driver import Driver
 from trainer.errors import ConfigError
 from trainer.model import precision
 
@@ -142,9 +144,25 @@ def test_a_missing_library_is_a_problem_with_its_fix(monkeypatch):
 )
 def test_torchs_cuda_is_held_against_the_driver(cuda, driver, state, said, monkeypatch, no_gpu):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor, "driver_cuda", lambda: driver)
+    monkeypatch.setattr(doctor, "find_driver", lambda: driver and Driver(driver, "535.161.08"))
     row = only("torch")
     assert row.state == state and said in row.found + row.fix
+    assert ("driver 535.161.08 goes up to CUDA 12.4" in row.found) == (driver is not None)
+
+
+def varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None):
+    """As it was before it had a window."""
+
+
+@pytest.mark.parametrize("kernel", [varlen_2_10, None])
+def test_a_varlen_kernel_of_another_signature_is_a_problem(kernel, monkeypatch, no_gpu):
+    stub = types.ModuleType("torch.nn.attention.varlen")
+    if kernel is not None:
+        stub.varlen_attn = kernel
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", stub)
+    (row,) = [row for row in examine("kernels", CHECKS["kernels"]) if row.part == "varlen attention"]
+    assert row.state == PROBLEM and "torch 2.11" in row.fix
+    assert row.found == ("not in this torch" if kernel is None else "in torch, but without window_size")
 
 
 @pytest.mark.parametrize(("bf16", "free", "states"), [(True, 70, [OK, OK]), (False, 8, [WARN, WARN])])

@@ -21,6 +21,7 @@ from tests.factories import (
     random_tokens,
     summed_loss,
 )
+from trainer.memory.predict.trace import VARLEN, planned_attention
 from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
 from trainer.training.losses import Full
@@ -178,6 +179,53 @@ def test_a_gpu_below_the_flash_kernels_minimum_takes_the_block_mask(capability, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     name, reason = attention.choose(LlamaConfig(), torch.device("cuda"), torch.float16)
     assert name == chosen and why in reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        ({"head_dim": 80}, PACKED),
+        ({"head_dim": 256}, PACKED),
+        ({"head_dim": 84}, "sdpa"),
+        ({"head_dim": 264}, "sdpa"),
+        ({"hidden_size": 400, "num_attention_heads": 4, "num_key_value_heads": 4}, "sdpa"),  # heads of 100
+    ],
+)
+def test_head_sizes_that_flash_refuses_take_the_block_mask(fields, chosen, monkeypatch):
+    """In the run and in its plan."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = LlamaConfig(**fields)
+    name, reason = attention.choose(config, torch.device("cuda"), torch.bfloat16)
+    assert name == chosen and ("multiples of 8" in reason) == (chosen == "sdpa")
+    planned = planned_attention(True, config, "cuda", torch.bfloat16)
+    assert planned == (VARLEN if chosen == PACKED else "sdpa")
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_grouped_heads_are_named_where_torchs_kernel_asks(asks, monkeypatch):
+    """torch 2.11's varlen_attn has no enable_gqa and takes fewer key/value heads as they are; later ones want it."""
+    given = {}
+
+    def kernel_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        given["window"], given["gqa"] = window_size, None
+        return query
+
+    def later(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        given["window"], given["gqa"] = window_size, enable_gqa
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", later if asks else kernel_2_11)
+    attention.asks_for_grouped_heads.cache_clear()
+    query, key = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 6, 8)
+    boundaries = torch.tensor([0, 6], dtype=torch.int32)
+    try:
+        out = attention._varlen(query, key, key, None, 3, boundaries, 6)
+    finally:
+        attention.asks_for_grouped_heads.cache_clear()
+    assert out.shape == (1, 6, 4, 8)
+    assert given == {"window": (2, 0), "gqa": True if asks else None}
 
 
 def test_a_model_that_caps_its_logits_is_isolated_on_its_path():

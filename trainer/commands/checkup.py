@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import os
 import shutil
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from trainer.device.driver import find_driver, mend
 from trainer.units import GIB
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -64,20 +65,13 @@ def libraries() -> Iterator[Row]:
 def torch_and_driver() -> Iterator[Row]:
     import torch
 
-    cuda, driver = torch.version.cuda, driver_cuda()
+    cuda, driver = torch.version.cuda, find_driver()
     found = f"torch {torch.__version__}, built for {'CUDA ' + cuda if cuda else torch.version.hip or 'the CPU'}"
-    found += f"; the driver goes up to CUDA {driver[0]}.{driver[1]}" if driver else "; no NVIDIA driver"
+    found += f"; {driver or 'no NVIDIA driver'}"
     if torch.cuda.is_available() or driver is None:
         yield Row("torch", OK, found)
-    elif cuda is None:
-        yield Row("torch", PROBLEM, found, f"install a torch built for CUDA {driver[0]}.{driver[1]} or earlier")
-    elif driver[0] < int(cuda.split(".")[0]):
-        yield Row(
-            "torch", PROBLEM, found, f"update the driver to one for CUDA {cuda}, or install a torch for {driver[0]}.x"
-        )
     else:
-        fix = "check that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it"
-        yield Row("torch", PROBLEM, f"{found}; torch sees no GPU", fix)
+        yield Row("torch", PROBLEM, f"{found}; torch sees no GPU", mend(driver, cuda))
 
 
 def gpus() -> Iterator[Row]:
@@ -138,8 +132,9 @@ def kernels() -> Iterator[Row]:
     import torch
 
     gpu = torch.cuda.is_available()
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        yield Row("varlen attention", PROBLEM, "not in this torch", "install torch 2.11 or later")
+    missing = _missing_of_varlen()
+    if missing is not None:
+        yield Row("varlen attention", PROBLEM, missing, "install torch 2.11 or later")
     elif gpu and torch.cuda.get_device_capability() >= (8, 0):
         yield Row("varlen attention", OK, "in torch: one flash kernel for a packed row")
     elif gpu:
@@ -161,6 +156,17 @@ def kernels() -> Iterator[Row]:
             yield Row(part, OK, f"{_version(package) or 'installed'} ({use})")
         else:
             yield Row(part, OK, f"{_version(package) or 'installed'}, for GPUs only ({use})")
+
+
+def _missing_of_varlen() -> str | None:
+    """What torch's varlen kernel lacks of what the packed attention gives it; None where all is there."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return "not in this torch"
+    wanted = ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size")
+    missing = [name for name in wanted if name not in inspect.signature(varlen_attn).parameters]
+    return f"in torch, but without {', '.join(missing)}" if missing else None
 
 
 def compilers() -> Iterator[Row]:
@@ -250,18 +256,6 @@ CHECKS: dict[str, Callable[[], Iterator[Row]]] = {
     "W&B": wandb,
     "Hydra": hydra,
 }
-
-
-def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver can run; None without a driver."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 def _disk(part: str, folder: Path, roomy_gib: float, setting: str) -> Row:

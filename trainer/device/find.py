@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.device.driver import Driver, find_driver, mend, num_cards
 from trainer.errors import ConfigError
 from trainer.units import GIB
 
@@ -22,16 +22,36 @@ class Device(Enum):
     cpu = "cpu"
 
 
-NO_GPU = (
-    "device=cuda: this machine has no GPU that torch can use. Run the same job slowly on the CPU with device=cpu (add "
-    "model.weights=random to try it without the weights), or a small one with recipe=quickstart."
+ON_THE_CPU = (
+    "Run the same job slowly on the CPU with device=cpu (add model.weights=random to try it without the weights), or a "
+    "small one with recipe=quickstart."
 )
 
 
 def check_device(device: Device) -> None:
     """Raises ConfigError where a GPU is asked for and no driver is there. A driver without a GPU is torch's to find."""
     if device is Device.cuda and not _driver_present():
-        raise ConfigError(NO_GPU)
+        raise ConfigError(no_gpu(None, None))
+
+
+def no_gpu(driver: Driver | None, built_for: str | None) -> str:
+    """The error of device=cuda where torch, built for this CUDA, sees no card."""
+    if driver is None:
+        return f"device=cuda: this machine has no GPU that torch can use. {ON_THE_CPU}"
+    return f"device=cuda: {_unusable(driver, built_for)}. {ON_THE_CPU}"
+
+
+def unused_card(built_for: str | None) -> str | None:
+    """What device=auto says where it takes the CPU although a card is there; None where none is."""
+    driver = find_driver()
+    if driver is None or num_cards() == 0:
+        return None
+    return f"device=auto takes the CPU although a card is there: {_unusable(driver, built_for)}"
+
+
+def _unusable(driver: Driver, built_for: str | None) -> str:
+    torch = "the CPU" if built_for is None else f"CUDA {built_for}"
+    return f"torch, built for {torch}, sees no GPU; {driver}: {mend(driver, built_for)}"
 
 
 def find_device(device: Device) -> torch.device:
@@ -41,7 +61,7 @@ def find_device(device: Device) -> torch.device:
     if device is Device.cpu or (device is Device.auto and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(NO_GPU)
+        raise ConfigError(no_gpu(find_driver(), torch.version.cuda))
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -58,8 +78,4 @@ def hardware(device: torch.device) -> dict[str, Any]:
 def _driver_present() -> bool:
     if not sys.platform.startswith("linux"):
         return True  # torch decides
-    try:
-        ctypes.CDLL("libcuda.so.1")  # what CUDA itself loads
-    except OSError:
-        return Path("/dev/kfd").exists()  # AMD's
-    return True
+    return find_driver() is not None or Path("/dev/kfd").exists()  # AMD's

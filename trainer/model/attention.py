@@ -5,6 +5,9 @@ T: tokens in the row. H: query heads. K: key/value heads. D: head size. S: sampl
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,6 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 PACKED = "trainer_packed"
 """Name under which the packed attention is registered with transformers."""
+FLASH_LARGEST_HEAD = 256
+"""FlashAttention-2 (Dao 2023) in torch: mha_varlen_fwd refuses larger heads, and those that are no multiple of 8."""
 
 
 def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -28,12 +33,29 @@ def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -
     if getattr(text, "attention_chunk_size", None) is not None:
         return "sdpa", "block mask: the model attends in chunks"
     if device.type == "cuda":
-        if dtype is torch.float32:
-            return "sdpa", "block mask: flash kernels need bf16"
+        refused = flash_refuses(config, dtype)
+        if refused is not None:
+            return "sdpa", f"block mask: flash kernels {refused}"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "sdpa", "block mask: flash kernels need compute capability 8.0"
         return PACKED, "varlen flash kernel"
     return PACKED, "one kernel call per sample"
+
+
+def flash_refuses(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
+    """What of this model the flash kernels do not take, on any card; None where they take it."""
+    if dtype is torch.float32:
+        return "need bf16"
+    size = head_size(config)
+    if size % 8 or size > FLASH_LARGEST_HEAD:
+        return f"take head sizes that are multiples of 8 up to {FLASH_LARGEST_HEAD}, not {size}"
+    return None
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Numbers of one attention head, D."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def packed_attention(
@@ -76,9 +98,17 @@ def _varlen(query, key, value, scaling, sliding_window, cu_seqlens, max_length):
         max_length,
         scale=scaling,
         window_size=window,
-        enable_gqa=q.shape[1] != k.shape[1],
+        **({"enable_gqa": q.shape[1] != k.shape[1]} if asks_for_grouped_heads() else {}),
     )
     return out.unsqueeze(0)
+
+
+@cache
+def asks_for_grouped_heads() -> bool:
+    """Whether torch's varlen kernel wants to be told of fewer key/value heads; torch 2.11 takes them untold."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @torch.compiler.disable  # lengths are read on the host: a compiled block calls this as it is (kernels=compiled)

@@ -16,6 +16,7 @@ from trainer.config.saved import Run, public_config, save_run
 from trainer.data.batches.streamed_steps import Index
 from trainer.data.tokens.row_stream import RowStream
 from trainer.data.tokens.tokenize import Tokens
+from trainer.device.find import Device, unused_card
 from trainer.device.measure import Memory
 from trainer.errors import DataError, Interrupted, TrainerError
 from trainer.export.result import export, stop_tokens
@@ -36,6 +37,7 @@ from trainer.tracking.metrics import Metrics
 from trainer.tracking.run_folder import RunFolder, new_run_id
 from trainer.tracking.trackers import Tracker
 from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state, write_atomically
+from trainer.training.deterministic import deterministic_kernels
 from trainer.training.evaluate import evaluate
 from trainer.training.interrupts import Interrupts
 from trainer.training.loop import train
@@ -55,6 +57,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         training = TrainingRun(run, RunFolder(run_dir), stack)
         training.stages.seconds["imports"] = import_seconds
         training.started -= import_seconds
+        stack.enter_context(deterministic_kernels(run.config.train.deterministic))
         with leaving_nothing(training.folder):
             beginning = training.look()
             if beginning.finished is not None:
@@ -68,6 +71,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
 
             prepared = session.prepare(run, training.stages, index, step, check_data)
             training.stack.callback(prepared.steps.close)
+            training.say_unused_card(prepared.device)
         with training.recording_failure(), full_disk(run_dir):
             return training.go(prepared, beginning)
 
@@ -102,6 +106,13 @@ class TrainingRun:
         self.folder.open()
         self.stack.callback(self.folder.close)
         return decide(self.run, self.folder, self.checkpoints, self.screen.say)
+
+    def say_unused_card(self, device: torch.device) -> None:
+        """device=auto takes the CPU where torch cannot use the machine's card: not in silence."""
+        if self.run.config.device is Device.auto and device.type == "cpu":
+            sentence = unused_card(torch.version.cuda)
+            if sentence is not None:
+                self.screen.say(sentence, style="yellow")
 
     def first_step(self, beginning: Beginning) -> int:
         """The first step that is to be trained."""

@@ -31,5 +31,8 @@ class Train(Batching):
     resume: Resume
     """what to do in a folder that holds a run: auto continues it if the configuration is the same, force
     also if it is not, never refuses"""
+    deterministic: bool
+    """kernels that add in one order on a GPU too, so that a run and its resume are bit for bit the same there; slower,
+    and an operation without such a kernel ends the run (on a CPU it is so without)"""
     compare_prompts: int
     """held-out prompts answered by base and by adapter at the end of the run"""

@@ -40,7 +40,7 @@ def planned_attention(packed: bool, model_config: PretrainedConfig, device_type:
         return "sdpa"
     chosen, _ = attention.choose(model_config, torch.device("cpu"), dtype)
     if chosen == attention.PACKED and device_type == "cuda":
-        return "sdpa" if dtype is torch.float32 else VARLEN
+        return VARLEN if attention.flash_refuses(model_config, dtype) is None else "sdpa"
     return chosen
 
 
