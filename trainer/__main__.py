@@ -64,6 +64,10 @@ def dispatch(words: list[str]) -> int:
     if "--version" in words:
         print(f"trainer {__version__}")
         return 0
+    if any(word.startswith(("--options", "--config-dir", "-cd")) for word in words):
+        from trainer.config.own import bring_along
+
+        words = bring_along(words)
     name, rest = "train", words
     if words and not words[0].startswith(("-", "+", "~")) and "=" not in words[0]:
         name, rest = words[0], words[1:]

@@ -233,9 +233,7 @@ def test_a_recipes_defaults_are_closed_too(write, text, words):
 
 def test_a_recipe_may_start_from_another_and_may_fill_mappings(write):
     write("defaults:\n  - quickstart\n  - override /optim: adamw\noptim:\n  eps: 1e-9\n")
-    write(
-        "defaults:\n  - mine\n  - _self_\n  - override hydra/launcher: basic\ndata:\n  columns: {prompt: q}\n", "more"
-    )
+    write("defaults:\n  - mine\n  - _self_\ndata:\n  columns: {prompt: q}\n", "more")
     assert problems("recipe=more", "optim.eps=1e-7") == []
 
 

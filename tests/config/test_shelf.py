@@ -3,8 +3,9 @@
 import pytest
 
 from trainer.config.compose import compose
+from trainer.config.config_file import ConfigFile
 from trainer.config.schema import SECTIONS
-from trainer.config.shelf import CONF, Recipe, default_choices, option_values, options, recipes, schema_of
+from trainer.config.shelf import CONF, default_choices, option_values, options, recipes, schema_of
 from trainer.errors import ConfigError
 from trainer.training.optimizers import AdamW8bit
 
@@ -19,7 +20,7 @@ def shelf(tmp_path, monkeypatch):
     return tmp_path / "recipes"
 
 
-def recipe(shelf, text, name="mine") -> Recipe:
+def recipe(shelf, text, name="mine") -> ConfigFile:
     (shelf / f"{name}.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     return recipes()[name]
 
@@ -58,7 +59,7 @@ def test_numbers_are_numbers_also_without_a_dot(shelf):
         ("seed: 1\ntrain: {}\nseed: 2", ":3", "not YAML: found duplicate key seed"),
         ("optim:\n  eps: 1\n  eps: 2", ":3", "found duplicate key eps"),
         ("a: !!python/object:os.system x", ":1", "not YAML: could not determine a constructor"),
-        ("- 1\n- 2", "", "a recipe is a mapping"),
+        ("- 1\n- 2", "", "must be a mapping"),
         ("5", "", "not YAML"),
         (b"seed: \xff", "", "not UTF-8"),
     ],

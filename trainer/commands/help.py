@@ -13,6 +13,11 @@ EXAMPLES = (
     ("-m recipe=quickstart adapter.r=8,16,32", "your own sweep"),
     ("recipe=quickstart --cfg job", "print the composed configuration"),
 )
+OWN = (
+    ("conf/<group>/<name>.yaml", "an option of yours, in the folder you work in; picked with group=name"),
+    ("--config-dir DIR, -cd DIR", "more such folders"),
+    ("--options FILE.py", "classes of yours; or an importable module. Code: it is named here, never in a recipe"),
+)
 
 
 def text(commands: dict[str, str]) -> str:
@@ -26,6 +31,7 @@ def text(commands: dict[str, str]) -> str:
         ((name, (recipe.comment or [""])[0]) for name, recipe in recipes().items()),
     )
     lines += _section("examples: python -m trainer ...", EXAMPLES)
+    lines += _section("your own options", OWN)
     lines.append("Every value of an option stands in conf/<group>/<option>.yaml; --cfg job prints them all.")
     return "\n".join(lines)
 

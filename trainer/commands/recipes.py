@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from trainer.config.shelf import Recipe, recipes
+from trainer.config.config_file import ConfigFile
+from trainer.config.shelf import recipes
 from trainer.errors import ConfigError
 
 HELP = """trainer recipes
@@ -25,7 +26,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _row(recipe: Recipe) -> tuple[str, ...]:
+def _row(recipe: ConfigFile) -> tuple[str, ...]:
     comment = recipe.comment
     what = comment[0] if comment else "(no head comment)"
     return recipe.name, *(_said(comment, topic) for topic in ("Base", "Method", "Memory")), what

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.config.compose import Planned, quoted
+from trainer.config.own import OWN
 from trainer.errors import TrainerError
 from trainer.tracking.console import Screen
 from trainer.tracking.sweep_folder import SweepFolder, Trial, metric_of
@@ -31,7 +32,8 @@ def run_sweep(planned: Planned, enter_hydra: Callable[[Callable[[DictConfig], fl
     folder, screen = SweepFolder(planned.folder), Screen()
     folder.open()
     screen.say(f"sweep of {len(planned.trials)} trials in {folder.path}", style="bold")
-    job = _job(folder.path, [f"trial {n}: {words}" for n, words in enumerate(_settings(planned.trials))])
+    titles = [f"trial {n}: {words}" for n, words in enumerate(_settings(planned.trials))]
+    job = _job(folder.path, titles, OWN.words())
     sweep_dir = f"hydra.sweep.dir={quoted(folder.path)}"
     try:
         enter_hydra(job, ["--multirun", sweep_dir, *planned.words])
@@ -45,15 +47,18 @@ def run_sweep(planned: Planned, enter_hydra: Callable[[Callable[[DictConfig], fl
     return _end(planned, folder, screen)
 
 
-def _job(sweep_dir: Path, titles: list[str]) -> Callable[[DictConfig], float]:
-    """What Hydra calls for each trial, here or where a launcher takes it; returns the metric, or NaN."""
+def _job(sweep_dir: Path, titles: list[str], brought: list[str]) -> Callable[[DictConfig], float]:
+    """What Hydra calls for each trial, here or where a launcher takes it; returns the metric, or NaN.
+
+    `brought`: the flags of the user's own options.
+    """
 
     def job(composed: DictConfig) -> float:
         hydra = HydraConfig.get()
         number, run_dir = hydra.job.num, sweep_dir / hydra.sweep.subdir
         overrides = OmegaConf.to_container(hydra.overrides.task)
         Screen().say(f"\n{titles[number]} ({number + 1} of {len(titles)})", style="bold")
-        code = _train(_trial_words(overrides, run_dir))
+        code = _train([*brought, *_trial_words(overrides, run_dir)])
         name, metric = metric_of(run_dir) if code == 0 else (None, None)
         SweepFolder(sweep_dir).record(Trial(number, str(run_dir), overrides, _status(code), code, metric, name))
         if code in INTERRUPTED:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from trainer.commands.report_error import report
 from trainer.commands.sweep import run_sweep
-from trainer.config.compose import Planned, plan, quoted, register
+from trainer.config.compose import Planned, plan, quoted, register_names
 from trainer.config.shelf import CONF
 from trainer.device.find import check_device
 from trainer.errors import ConfigError, StorageError, TrainerError, closest
@@ -44,7 +44,7 @@ def run(words: list[str]) -> int:
     """Checks everything that can be checked without torch, then lets Hydra run the job or the sweep."""
     flags, overrides = _split(words)
     if any(flag in HYDRA_FLAGS for flag in flags):
-        register()
+        register_names()
         _enter_hydra(lambda composed: None, [*flags, *overrides])
         return 0
     if any(flag.partition("=")[0] in SHOW_FLAGS for flag in flags):

@@ -19,12 +19,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.check import check, for_hydra, parse, problems_in, without_null_picks
+from trainer.config.check import check, files_of, for_hydra, parse, problems_in, without_null_picks
 from trainer.config.rules import broken_rules
 from trainer.config.saved import Run
 from trainer.config.schema import Config
-from trainer.config.shelf import CONF, GROUPS, options, recipes
+from trainer.config.shelf import CONF, GROUPS, options
 from trainer.config.types import fields_of, in_short
+from trainer.config.written import Written
 from trainer.errors import ConfigError, listing
 from trainer.registry import OPTIONS
 from trainer.training.train_settings import Train
@@ -44,20 +45,26 @@ class Planned:
     """in a sweep the overrides of each trial"""
 
 
-def register() -> None:
-    """Puts schemas and recipes where Hydra finds them."""
+def register(found: Written) -> None:
+    """Puts the schemas, and what the picked files say, where Hydra finds them; no other file is opened."""
     store = ConfigStore.instance()
     store.store(group="schema", name="root", node=Config, package="_global_")
     store.store(group="schema/train", name="default", node=Train)
     for group, classes in OPTIONS.items():
         for name, cls in classes.items():
             store.store(group=f"schema/{group}", name=name, node=cls)
-    for recipe in recipes().values():
-        try:
-            node = {**recipe.tree(), "recipe": recipe.name}
-        except ConfigError:
-            continue  # said by `check` to whoever picks it
-        store.store(group="recipe", name=recipe.name, node=node, package="_global_")
+    for group, option, tree in found.own:
+        store.store(group=group, name=option.name, node=tree, package="_global_" if group == "sweep" else None)
+    for recipe, tree in found.recipes:
+        store.store(group="recipe", name=recipe.name, node={**tree, "recipe": recipe.name}, package="_global_")
+
+
+def register_names() -> None:
+    """Puts the names of all that can be picked where Hydra's help and completion find them."""
+    register(Written({}))
+    for group in GROUPS:
+        for name in set(options(group)) - {file.stem for file in (CONF / group).glob("*.yaml")}:
+            ConfigStore.instance().store(group=group, name=name, node={})
 
 
 def compose(words: list[str], trains: bool = True) -> Run:
@@ -175,8 +182,9 @@ def composing(words: list[str]) -> Iterator[DictConfig]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            register()
-            yield _composed(for_hydra(parse(words)))
+            overrides = parse(words)
+            register(files_of(overrides))
+            yield _composed(for_hydra(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(in_short(error)) from error
     finally:

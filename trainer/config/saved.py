@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config.own import OPTIONS_FLAG, OWN
 from trainer.config.schema import SECTIONS, Config
-from trainer.config.shelf import default_choices, option_values, options, root_values, schema_of
+from trainer.config.shelf import default_choices, option_values, options, own_option, root_values, schema_of
 from trainer.config.types import in_short
 from trainer.errors import ConfigError, StorageError, listing
-from trainer.registry import to_plain
+from trainer.registry import OPTIONS, to_plain
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
+OWN_OPTIONS = "own_options"
+"""Key of config.yaml: the user's own options of a run, by group the class and the module it comes from."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ def public_config(run: Run) -> dict[str, Any]:
 
 def save_run(run: Run, folder: Path) -> None:
     """Writes config.yaml and overrides.yaml."""
-    text = yaml.safe_dump({"choices": run.choices, **to_plain(run.config)}, sort_keys=False, allow_unicode=True)
+    own = _own_options(run)
+    values = {"choices": run.choices, **({OWN_OPTIONS: own} if own else {}), **to_plain(run.config)}
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     head = "# Resolved configuration of this run; choices names the option picked in each group.\n"
     _replace(folder / OVERRIDES, yaml.safe_dump(list(run.overrides), allow_unicode=True))
     _replace(folder / CONFIG, head + text)  # last: it says that a run is here
@@ -52,17 +58,49 @@ def load_run(folder: Path) -> Run | None:
     choices = values.pop("choices", None)
     if not isinstance(choices, dict):
         raise StorageError(f"{folder / CONFIG}: is not the configuration of a run (it has no choices).")
-    return Run(from_saved(choices, values), choices, overrides)
+    own = values.pop(OWN_OPTIONS, {})
+    try:
+        return Run(from_saved(choices, values, own), choices, overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from error
 
 
-def from_saved(choices: dict[str, str], values: dict[str, Any]) -> Config:
+def _own_options(run: Run) -> dict[str, dict[str, str | None]]:
+    """Of each option that does not come with the trainer: its class, and the module where that does not either."""
+    own = {}
+    for group, choice in run.choices.items():
+        if group in SECTIONS and own_option(group, choice) is not None:
+            cls = type(getattr(run.config, group))
+            schema = next(name for name, known in OPTIONS[group].items() if known is cls)
+            own[group] = {"schema": schema, "module": OWN.module_of.get(cls)}
+    return own
+
+
+def _own_class(group: str, choice: str, saved: Any) -> type:
+    """The class of an option that does not come with the trainer. Raises ConfigError where it is not loaded."""
+    known = isinstance(saved, dict) and OPTIONS[group].get(saved.get("schema"))
+    if known:
+        return known
+    module = saved.get("module") if isinstance(saved, dict) else None
+    if module is None:
+        raise ConfigError(f"{group}={choice}: no such option")
+    raise ConfigError(
+        f"{group}={choice} is an option of {module}, which runs only where the command line names it. Add "
+        f"{OPTIONS_FLAG} {shlex.quote(str(module))}"
+    )
+
+
+def from_saved(choices: dict[str, str], values: dict[str, Any], own: Any = None) -> Config:
     """Typed dataclasses from saved values; what a run saved before a setting existed lacks comes from conf/.
 
-    Raises ConfigError where an option or a setting is gone, or a value is of another type.
+    `own`: what `config.yaml` says of the user's own options, which need no YAML then. Raises ConfigError where an
+    option or a setting is gone, or a value is of another type.
     """
+    own = own if isinstance(own, dict) else {}
     choices = {**default_choices(), **{group: choice for group, choice in choices.items() if group in SECTIONS}}
+    shipped = {group: choice for group, choice in choices.items() if group not in own}
     unfit = "the saved configuration does not fit this version: "
-    gone = [f"{group}={choice}: no such option" for group, choice in choices.items() if choice not in options(group)]
+    gone = [f"{group}={choice}: no such option" for group, choice in shipped.items() if choice not in options(group)]
     gone += [f"{group}: no mapping" for group in choices if not isinstance(values.get(group, {}), dict)]
     if gone:
         raise ConfigError(unfit + listing(gone))
@@ -72,8 +110,12 @@ def from_saved(choices: dict[str, str], values: dict[str, Any]) -> Config:
             if key not in choices:
                 root[key] = value
         for group, choice in choices.items():
-            schema = OmegaConf.structured(schema_of(group, choice))
-            root[group] = OmegaConf.merge(schema, option_values(group, choice), values.get(group, {}))
+            given = values.get(group, {})
+            if group in own:
+                root[group] = OmegaConf.merge(OmegaConf.structured(_own_class(group, choice, own[group])), given)
+            else:
+                schema = OmegaConf.structured(schema_of(group, choice))
+                root[group] = OmegaConf.merge(schema, option_values(group, choice), given)
         return OmegaConf.to_object(root)
     except OmegaConfBaseException as error:
         raise ConfigError(unfit + in_short(error)) from error

@@ -1,17 +1,19 @@
-"""What can be picked: the options in conf/, and the recipes, packaged and the user's own."""
+"""What can be picked: options, sweeps and recipes, those that come with the trainer and the user's own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
+from trainer.config.config_file import ConfigFile
+from trainer.config.own import own_folders
 from trainer.config.schema import SECTIONS
-from trainer.errors import ConfigError
+from trainer.config.types import shown
+from trainer.errors import ConfigError, closest
 from trainer.registry import OPTIONS
 from trainer.resources import shipped
 from trainer.training.train_settings import Train
@@ -20,72 +22,13 @@ CONF = shipped("conf")
 GROUPS = (*SECTIONS, "train", "sweep", "recipe")
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One YAML of the group `recipe`."""
-
-    name: str
-    file: Path
-
-    @property
-    def comment(self) -> list[str]:
-        """Lines of the head comment."""
-        lines = []
-        try:
-            text = self.file.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            return [f"Cannot be read: {error.strerror}."]
-        for line in text.splitlines():
-            if not line.startswith("#"):
-                break
-            if not line.startswith("# @package"):
-                lines.append(line.removeprefix("#").strip())
-        return lines
-
-    def tree(self) -> dict[str, Any]:
-        """Its content; raises ConfigError where it is no YAML mapping, or says a key twice."""
-        try:
-            # Not yaml.safe_load: that takes the last of two equal keys, and 1e-4 as text.
-            self._text()
-            tree = OmegaConf.to_container(OmegaConf.load(self.file))
-        except yaml.MarkedYAMLError as error:
-            line = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
-            raise ConfigError(f"{self.file}{line}: not YAML: {error.problem}.") from None
-        except (yaml.YAMLError, OSError) as error:
-            raise ConfigError(f"{self.file}: not YAML: {error}.") from None
-        except RecursionError:
-            raise ConfigError(f"{self.file}: holds itself (an alias within its own anchor).") from None
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{self.file}: a recipe is a mapping of keys to values.")
-        return tree
-
-    def line(self, key: str) -> int:
-        """Line (from 1) on which a dotted key stands."""
-        node = yaml.compose(self._text())
-        line = 0
-        for part in key.split("."):
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-            found = next(((name, value) for name, value in pairs if name.value == part), None)
-            if found is None:
-                break
-            line, node = found[0].start_mark.line, found[1]
-        return line + 1
-
-    def _text(self) -> str:
-        try:
-            return self.file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ConfigError(f"{self.file}: not UTF-8.") from None
-        except OSError as error:
-            raise ConfigError(f"{self.file}: cannot be read: {error.strerror}.") from None
-
-
-def recipes() -> dict[str, Recipe]:
-    """Packaged recipes and the user's own in ./recipes; the user's win."""
-    found: dict[str, Recipe] = {}
-    for folder in (shipped("recipes"), Path.cwd() / "recipes"):
+def recipes() -> dict[str, ConfigFile]:
+    """Packaged recipes and the user's own in ./recipes and the group `recipe` of own folders; the user's win."""
+    own = [Path.cwd() / "recipes", *(folder / "recipe" for folder in reversed(own_folders()))]
+    found: dict[str, ConfigFile] = {}
+    for folder in (shipped("recipes"), *own):
         for file in sorted(folder.glob("*.yaml")):
-            found[file.stem] = Recipe(file.stem, file)
+            found[file.stem] = ConfigFile(file.stem, file)
     return found
 
 
@@ -93,7 +36,47 @@ def options(group: str) -> list[str]:
     """Names that can be picked in a group."""
     if group == "recipe":
         return sorted(recipes())
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    own = {name for name, option in own_options(group).items() if _is_option(group, option)}
+    return sorted(own.union(_packaged(group)))
+
+
+def unknown_option(group: str, choice: Any) -> str:
+    """What is wrong with a pick that is none of the options."""
+    known, name = options(group), shown(choice)
+    said = f"{group}={name}"
+    there = own_options(group).get(name) if group != "recipe" else None
+    if there is not None:
+        return f"{there.file}:1: {said}: names no schema: {write_schema(group)}"
+    if name in OPTIONS.get(group, {}):
+        return f"{said}: is a class without values. Write conf/{group}/{name}.yaml: {write_schema(group)}"
+    return f"{said}: no such option{closest(name, known)}. Allowed: {', '.join(known)}"
+
+
+def own_options(group: str) -> dict[str, ConfigFile]:
+    """The YAMLs in the folders of the user's own options, whatever they are."""
+    files = [file for folder in reversed(own_folders()) for file in sorted((folder / group).glob("*.yaml"))]
+    return {file.stem: ConfigFile(file.stem, file) for file in files}
+
+
+def own_option(group: str, choice: str) -> ConfigFile | None:
+    """The user's own YAML of this name, if it is one of the trainer's options: ./conf may be another program's too.
+
+    Raises ConfigError where one that comes with the trainer has the same name.
+    """
+    option = own_options(group).get(choice) if group != "recipe" else None
+    if option is None or not _is_option(group, option):
+        return None
+    if choice in _packaged(group):
+        raise ConfigError(f"{option.file}: {group}={choice} comes with the trainer. Give this file another name")
+    return option
+
+
+def _packaged(group: str) -> list[str]:
+    return [file.stem for file in (CONF / group).glob("*.yaml")]
+
+
+def _is_option(group: str, option: ConfigFile) -> bool:
+    return group == "sweep" or option.says(f"/schema/{group}/")
 
 
 def default_choices() -> dict[str, str]:
@@ -109,16 +92,34 @@ def root_values() -> dict[str, Any]:
 
 
 def schema_of(group: str, choice: str) -> type:
-    """The dataclass that types an option: its YAML names it."""
-    if group == "train":
-        return Train
-    name = _conf(f"{group}/{choice}.yaml")["defaults"][0].removeprefix(f"/schema/{group}/").removesuffix("@_here_")
-    return OPTIONS[group][name]
+    """The dataclass that types an option: its YAML names it. Raises ConfigError where a user's own names none."""
+    option = own_option(group, choice)
+    defaults = (_conf(f"{group}/{choice}.yaml") if option is None else option.tree()).get("defaults")
+    schema = defaults[0] if isinstance(defaults, list) and len(defaults) == 1 else None
+    found = re.fullmatch(rf"/schema/{group}/(\w+)@_here_", schema) if isinstance(schema, str) else None
+    classes = {"default": Train} if group == "train" else OPTIONS[group]
+    if found is not None and found[1] in classes:
+        return classes[found[1]]
+    place = f"{option.file}:{option.line('defaults')}"
+    if found is None:
+        raise ConfigError(f"{place}: names no schema: {write_schema(group)}")
+    raise ConfigError(
+        f"{place}: {schema}: no such schema{closest(found[1], classes)}. Allowed: {', '.join(classes)}; one of your "
+        "own comes with --options FILE.py on the command line"
+    )
+
+
+def write_schema(group: str) -> str:
+    """What an option's YAML must begin with."""
+    names = ["default"] if group == "train" else list(OPTIONS[group])
+    return f"its first line must be `defaults: [/schema/{group}/NAME@_here_]`. Allowed: {', '.join(names)}"
 
 
 def option_values(group: str, choice: str) -> dict[str, Any]:
     """The values in an option's YAML."""
-    return {key: value for key, value in _conf(f"{group}/{choice}.yaml").items() if key != "defaults"}
+    option = own_option(group, choice)
+    tree = _conf(f"{group}/{choice}.yaml") if option is None else option.tree()
+    return {key: value for key, value in tree.items() if key != "defaults"}
 
 
 @cache
