@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tests.data.test_packing import log_normal
+from tests.data.batches.test_packing import log_normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.factories import llama, option

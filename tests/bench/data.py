@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from tests.data.test_packing import log_normal
+from tests.data.batches.test_packing import log_normal
 
 from trainer.data.batches.packing import BestFit
 

@@ -84,7 +84,7 @@ def test_pieces_that_a_trace_leaves_out_change_nothing(policy, words, monkeypatc
 def test_the_first_trace_of_a_process_sees_what_later_ones_see():
     """torch registers the chunked loss's operation when it is first called: in a process of its own."""
     code = (
-        "from tests.memory.test_predict import *\n"
+        "from tests.memory.predict.test_moments import *\n"
         "config = compose([*BASE, 'quant=none', 'adapter=none']).config\n"
         "first, second = (Planner(config, shape=worst_shape(config)).profile(Full()) for _ in range(2))\n"
         "assert first == second, (first.loss, second.loss)\n"
