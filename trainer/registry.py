@@ -11,11 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
 
 Option = TypeVar("Option", bound=type)
 
 OPTIONS: dict[str, dict[str, type]] = {}
+
+
+class Section:
+    """Base of every section's options: an option answers for itself."""
+
+    def problems(self, config: Config) -> list[str]:
+        """What clashes with the rest of the configuration, each with its reason and the way out.
+
+        It asks what the other options can do (`adapter.trains_base`), not which they are.
+        """
+        return []
 
 
 def option(group: str, name: str) -> Callable[[Option], Option]:

@@ -1,16 +1,21 @@
 """Ranges of values, and settings that exclude each other: each rule with what it refuses and what it lets pass."""
 
-from dataclasses import replace
+import ast
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Annotated
 
 import pytest
 
 from trainer.config.compose import compose
-from trainer.config.rules import RANGES, broken_rules
+from trainer.config.rules import broken_rules
 from trainer.config.schema import SECTIONS, Config
-from trainer.config.shelf import option_values, options, schema_of
+from trainer.config.shelf import CONF, option_values, options, schema_of
 from trainer.config.types import fields_of
 from trainer.errors import ConfigError
+from trainer.model.adapters import LoRA
+from trainer.ranges import Range, ranges_of
+from trainer.registry import OPTIONS
 
 NAN, INF = float("nan"), float("inf")
 
@@ -52,6 +57,16 @@ EDGES = {
     "train.save_every": ([-1], [0, 1]),
     "train.keep_checkpoints": ([0, -1], [1]),
     "train.compare_prompts": ([-1], [0, 1]),
+}
+
+TOO_MANY = {"adapter.r": 65536, "train.epochs": 1_000_000, "train.max_steps": 2**31 - 1, "data.max_length": 2**31 - 1}
+"""Counts have an upper end: most of these."""
+
+RANGES = ranges_of(Config) | {
+    f"{group}.{name}": declared
+    for group in (*SECTIONS, "train")
+    for option in options(group)
+    for name, declared in ranges_of(schema_of(group, option)).items()
 }
 
 ACTIVATIONS = "offload=activations"
@@ -103,7 +118,38 @@ def test_every_number_has_a_range():
 def test_outside_a_range_is_refused_by_its_full_key(key, value):
     problems = broken_rules(with_value(holding(key), key, value))
     (problem,) = [p for p in problems if p.startswith(f"{key}=") and "must be" in p]
-    assert problem == f"{key}={value}: {RANGES[key][1]}"
+    assert problem == f"{key}={value}: {RANGES[key].words}"
+
+
+@pytest.mark.parametrize(("key", "most"), TOO_MANY.items())
+def test_counts_have_an_upper_end(key, most):
+    for value in (most + 1, 10**20):
+        assert f"{key}={value}: must be at most {most}" in broken_rules(with_value(holding(key), key, value))
+    assert not any(key in problem and "at most" in problem for problem in broken((key, most)))
+
+
+def test_an_option_of_somebody_elses_answers_for_itself():
+    """Its range and its problem with another option, declared in its own class and nowhere else."""
+
+    @dataclass
+    class Gated(LoRA):
+        gate: Annotated[float | None, Range(lambda v: v > 0.5, "must be above 0.5")]
+
+        def problems(self, config):
+            return ["adapter=gated wants a 4-bit base"] * (not config.quant.stores_4bit)
+
+    values = vars(configuration().adapter)
+    assert broken(("adapter", Gated(**values, gate=0.6))) == broken(("adapter", Gated(**values, gate=None))) == []
+    assert broken(("adapter", Gated(**values, gate=0.5))) == ["adapter.gate=0.5: must be above 0.5"]
+    assert broken(("adapter", Gated(**values, gate=0.6)), words=("quant=int8",)) == ["adapter=gated wants a 4-bit base"]
+
+
+def test_the_rules_name_no_technique():
+    """No module of trainer/config asks what an option is."""
+    names = {cls.__name__ for group in OPTIONS.values() for cls in group.values()} - {"Data", "Model", "MemoryOptions"}
+    for file in sorted((CONF.parent / "trainer/config").glob("*.py")):
+        known = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
+        assert not known & names, file
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, v) for key, (_, good) in EDGES.items() for v in good], ids=str)

@@ -7,6 +7,7 @@ module or in what it imports may import torch or transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from trainer.data.batches.packing import Packing
 from trainer.data.data_settings import Data
@@ -19,6 +20,7 @@ from trainer.model.model_settings import Model
 from trainer.model.offload.offloads import Offload
 from trainer.model.precision import Precision
 from trainer.model.quant import Quant
+from trainer.ranges import Range
 from trainer.tracking.trackers import Track
 from trainer.training.engine import Engine
 from trainer.training.losses import Loss
@@ -33,7 +35,7 @@ class Config:
 
     recipe: str
     """name of the recipe, or custom"""
-    seed: int
+    seed: Annotated[int, Range(lambda v: 0 <= v < 2**32, "must be from 0 to 4294967295")]
     """drives the adapter's initial weights, dropout, data order and the held-out split"""
     device: Device
     """auto: a GPU if there is one"""

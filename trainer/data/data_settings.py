@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 from trainer.data.chat.messages import ROLES
 from trainer.errors import closest
-from trainer.registry import option
+from trainer.ranges import AT_LEAST_1, BELOW_1, COUNT_LIMIT, SHARE, Range
+from trainer.registry import Section, option
 
 
 class Format(Enum):
@@ -55,9 +56,12 @@ class Stop(Enum):
     all_exhausted = "all_exhausted"
 
 
+LENGTH = Range(lambda v: v >= 2, "must be 2 or more: a target needs a token before it", COUNT_LIMIT)
+
+
 @option("data", "file")
 @dataclass
-class Data:
+class Data(Section):
     """Rows from files, folders of files, or the hub."""
 
     path: str | None
@@ -83,9 +87,9 @@ class Data:
     """for a base model without one: a name (chatml, plain, instruction) or a Jinja file; null: the tokenizer's own"""
     eval_path: str | None
     """held-out file of the same kind; null: eval_fraction of the training samples"""
-    eval_fraction: float
+    eval_fraction: Annotated[float, BELOW_1]
     """share of the samples held out from training, 0 to below 1; unused where eval_path is given"""
-    max_length: int
+    max_length: Annotated[int, LENGTH]
     """tokens in one sample"""
     over_length: OverLength
     """a sample over max_length: drop it, truncate its end, split it (format text only), or stop with an error"""
@@ -93,21 +97,27 @@ class Data:
     """targets: all assistant turns, the last turn only, or every token"""
     on_bad_row: OnBadRow
     """a row that cannot be used: stop with all of them listed, or skip and count them"""
-    max_dropped_share: float
+    max_dropped_share: Annotated[float, SHARE]
     """share of the rows that may be dropped before the run stops, 0 to 1"""
-    max_truncated_share: float
+    max_truncated_share: Annotated[float, SHARE]
     """share of the samples that may be truncated before the run stops, 0 to 1"""
-    max_duplicate_share: float
+    max_duplicate_share: Annotated[float, SHARE]
     """share of the samples that may be a repetition of an earlier one before the run stops, 0 to 1"""
     streaming: bool
     """read, tokenise and pack rows as they are needed: nothing is kept, in memory or on disk. Training
     needs train.max_steps, and data.eval_path or eval_fraction=0"""
-    streaming_window: int
+    streaming_window: Annotated[int, AT_LEAST_1]
     """usable samples of a stream that are shuffled and packed together; the thresholds hold for each window"""
     cache_dir: str | None
     """folder of token caches; null: none is kept"""
-    workers: int | None
+    workers: Annotated[int | None, AT_LEAST_1]
     """processes that tokenise; null: one a CPU core where there is enough to do"""
+
+    def problems(self, config):
+        problems = source_problems(self)
+        if self.over_length is OverLength.split and self.format not in (Format.auto, Format.text):
+            problems.append(f"data.over_length=split cuts plain text; data.format={self.format.value} cannot be split")
+        return problems
 
 
 @dataclass(frozen=True)

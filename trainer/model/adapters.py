@@ -9,18 +9,30 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trainer.errors import ModelError, closest
-from trainer.registry import option
+from trainer.ranges import AT_LEAST_1, BELOW_1, POSITIVE
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
 
+RANK = AT_LEAST_1.up_to(65536)
+"""no model's layers are wider"""
+
 
 @dataclass
-class Adapter(ABC):
+class Adapter(Section, ABC):
     """Which parameters train."""
+
+    trains_base: ClassVar[bool] = False
+    """whether the weights of the base train themselves"""
+
+    @property
+    def runs_fused(self) -> bool:
+        """Whether the trainer's own functions take the place of the blocks' modules."""
+        return False
 
     @abstractmethod
     def check(self, model: torch.nn.Module) -> None:
@@ -40,6 +52,8 @@ class Adapter(ABC):
 class NoAdapter(Adapter):
     """All parameters train."""
 
+    trains_base = True
+
     def check(self, model):
         pass
 
@@ -57,11 +71,11 @@ class NoAdapter(Adapter):
 class LoRA(Adapter):
     """W x + (alpha / r) B A x with W frozen (Hu et al. 2021), through PEFT."""
 
-    r: int
+    r: Annotated[int, RANK]
     """rank of the update"""
-    alpha: float
+    alpha: Annotated[float, POSITIVE]
     """scale of the update: alpha / r"""
-    dropout: float
+    dropout: Annotated[float, BELOW_1]
     """dropout on the adapter's input, 0 to below 1"""
     target_modules: Any
     """all-linear: every linear layer of the text decoder; another string: a regular expression that matches whole
@@ -70,6 +84,21 @@ class LoRA(Adapter):
     """name endings of modules trained and saved whole, such as embed_tokens"""
     fused: bool
     """own autograd functions where they know the modules: same result and adapter file, less memory and time"""
+
+    @property
+    def runs_fused(self):
+        return self.fused
+
+    def problems(self, config):
+        names = self.target_modules
+        if isinstance(names, str) and names:
+            return []
+        if isinstance(names, list) and names and all(isinstance(name, str) and name for name in names):
+            return []
+        return [
+            f"adapter.target_modules={names}: must be all-linear, a regular expression, or a list of module name "
+            "endings"
+        ]
 
     def check(self, model):
         find_targets(model, self.target_modules)

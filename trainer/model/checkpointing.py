@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from math import ceil, sqrt
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trainer.errors import ConfigError, ModelError
-from trainer.registry import option
+from trainer.ranges import AT_LEAST_1
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Checkpointing(ABC):
+class Checkpointing(Section, ABC):
     """What the decoder keeps between forward and backward."""
 
     moves_inputs: ClassVar[bool] = False
     """whether the kept inputs of blocks lie in host memory"""
+    recomputes_blocks: ClassVar[bool] = True
+    """whether blocks run again in backward from their kept inputs"""
+    cuts_blocks: ClassVar[bool] = False
+    """whether a part of a block is kept and a part runs again, which compiled code does not know"""
 
     def apply(self, model: torch.nn.Module) -> None:
         """Sets the policy on a transformers model, block by block. Raises ModelError where it does not fit."""
@@ -53,6 +58,8 @@ class Checkpointing(ABC):
 @dataclass
 class NoCheckpointing(Checkpointing):
     """Keep everything: fastest, most memory."""
+
+    recomputes_blocks = False
 
     def apply(self, model):
         for block in checkpointable(model):
@@ -109,7 +116,7 @@ class Segments(Checkpointing):
 class EveryK(Segments):
     """Segments of k blocks."""
 
-    k: int
+    k: Annotated[int, AT_LEAST_1]
     """blocks in a segment, 1 to the model's depth; 1 is the same as full"""
 
     def length(self, depth):
@@ -134,6 +141,9 @@ class Sqrt(Segments):
 @dataclass
 class Attention(Checkpointing):
     """Keep all of a block but what its attention makes: projections and attention run again in backward."""
+
+    recomputes_blocks = False
+    cuts_blocks = True
 
     def apply_block(self, block):
         block.gradient_checkpointing = False
@@ -166,6 +176,8 @@ class Selective(Checkpointing):
 
     keep: Keep
     """attention: outputs of the attention kernels; linear: outputs of all matrix products; or both"""
+
+    cuts_blocks = True
 
     def apply_block(self, block):
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError, ModelError
-from trainer.registry import option
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
@@ -30,22 +30,34 @@ SAVED_TOLERANCE = 1.05, 256 * 1024
 
 
 @dataclass
-class Kernels(ABC):
+class Kernels(Section, ABC):
     """What computes the decoder's blocks; every option gives the same numbers."""
 
-    def check(self, device: torch.device) -> None:  # noqa: B027 - torch's own kernels run everywhere
+    def problems(self, config):
+        problems = []
+        if config.adapter.runs_fused:
+            problems.append(
+                "kernels=compiled and kernels=liger take the place of the trainer's own functions: add "
+                "adapter.fused=false"
+            )
+        if config.model.mlp_tiles != 1:
+            problems.append(
+                "kernels=compiled and kernels=liger bring an MLP of their own, which does not run in pieces: use "
+                "model.mlp_tiles=1 or kernels=torch"
+            )
+        return problems
+
+    def check(self, device: torch.device) -> None:
         """Raises ConfigError where this device or installation cannot do it. Before anything is loaded."""
 
-    def check_model(self, config: PretrainedConfig, policy: Checkpointing) -> None:  # noqa: B027
+    def check_model(self, config: PretrainedConfig, policy: Checkpointing) -> None:
         """Raises ModelError or ConfigError for an architecture or policy that it does not do. Before the weights."""
 
     @abstractmethod
     def install(self, base: PreTrainedModel) -> None:
         """Sets the blocks of the adapted model up, which have their checkpointing policy."""
 
-    def verify(  # noqa: B027
-        self, base: PreTrainedModel, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory
-    ) -> None:
+    def verify(self, base: PreTrainedModel, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory) -> None:
         """Raises ModelError where the blocks as set up keep more for backward than their policy says."""
 
     def graphs(self) -> int | None:
@@ -61,6 +73,9 @@ class Kernels(ABC):
 @dataclass
 class Torch(Kernels):
     """PyTorch's own kernels, and the trainer's functions on top (adapter.fused)."""
+
+    def problems(self, config):
+        return []
 
     def install(self, base):
         pass
@@ -80,6 +95,17 @@ class Compiled(Kernels):
     backend: Backend
     """inductor generates code (Triton on a GPU, C++ on a CPU); aot_eager only traces, to tell their troubles apart"""
 
+    def problems(self, config):
+        problems = super().problems(config)
+        if config.checkpointing.cuts_blocks:
+            problems.append(
+                "kernels=compiled: checkpointing=attention and selective cut through a block, which compiled code "
+                "cannot keep. Use checkpointing=full or none"
+            )
+        if config.offload.moves:
+            problems.append("kernels=compiled: what offload moves, it moves inside a block. Use offload=none")
+        return problems
+
     def check(self, device):
         if self.backend is Backend.aot_eager:
             return
@@ -92,10 +118,7 @@ class Compiled(Kernels):
             )
 
     def check_model(self, config, policy):
-        from trainer.model.checkpointing import Attention, Selective
-
-        kinds = {type(block) for block in policy.blocks(config.get_text_config().num_hidden_layers)}
-        if kinds & {Attention, Selective}:
+        if any(block.cuts_blocks for block in policy.blocks(config.get_text_config().num_hidden_layers)):
             raise ConfigError(
                 "kernels=compiled: checkpointing policies that cut through a block (attention, selective, and auto "
                 "where it picks selective) cannot be kept in compiled code. Use checkpointing=full or none."

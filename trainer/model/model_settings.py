@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from trainer.registry import option
+from trainer.registry import Section, option
 
 
 class Weights(Enum):
@@ -16,7 +17,7 @@ class Weights(Enum):
 
 @option("model", "causal_lm")
 @dataclass
-class Model:
+class Model(Section):
     """A Hugging Face causal language model."""
 
     path: str | None
@@ -38,3 +39,33 @@ class Model:
     """the fields of config.json, used with weights=random"""
     random_tokenizer: str
     """tokenizer used with weights=random, where there is no model folder to take one from"""
+
+    def problems(self, config):
+        problems = []
+        if self.path is None and self.weights is Weights.pretrained:
+            problems.append("model.path is missing: give a local folder or a hub id")
+        if self.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", self.revision or ""):
+            revision = "null" if self.revision is None else self.revision
+            problems.append(
+                f"model.trust_remote_code=true runs code from model.path, so model.revision={revision} must be a "
+                "commit (40 characters): the code that you have read, and no later one"
+            )
+        if self.quantized_cache:
+            problems += self._cache_problems(config)
+        tiles = self.mlp_tiles
+        if tiles != "auto" and not (isinstance(tiles, int) and not isinstance(tiles, bool) and tiles >= 1):
+            problems.append(
+                f"model.mlp_tiles={'null' if tiles is None else tiles}: must be auto, or a number of 1 or more"
+            )
+        return problems
+
+    def _cache_problems(self, config):
+        key = "model.quantized_cache=true"
+        problems = []
+        if not config.quant.stores_4bit:
+            problems.append(f"{key} stores a 4-bit base: use quant=nf4 or quant=fp4, or leave it out")
+        if self.weights is Weights.random:
+            problems.append(f"{key} stores weights that are read from files, which model.weights=random does not do")
+        if self.trust_remote_code:
+            problems.append(f"{key} does not serve models with code of their own: leave out one of the two")
+        return problems

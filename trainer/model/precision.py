@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
-from trainer.registry import option
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class Dtypes:
 
 
 @dataclass
-class Precision(ABC):
+class Precision(Section, ABC):
     """Base and compute dtype."""
 
     @abstractmethod

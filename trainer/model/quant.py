@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.errors import ModelError
-from trainer.registry import option
+from trainer.ranges import NOT_NEGATIVE
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +21,18 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Quant(ABC):
+class Quant(Section, ABC):
     """How the decoder's linear weights are stored."""
+
+    stores_4bit: ClassVar[bool] = False
+    """whether bitsandbytes packs the weights in 4 bits"""
+    keeps_copies: ClassVar[bool] = False
+    """whether its layers hold copies of their weights, which cannot be fetched one block at a time"""
+
+    def problems(self, config):
+        if config.adapter.trains_base:
+            return ["adapter=none trains every weight, which a quantised base cannot: use quant=none"]
+        return []
 
     @abstractmethod
     def config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -46,6 +57,9 @@ class Quant(ABC):
 class NoQuant(Quant):
     """Weights stay in the dtype of `precision`."""
 
+    def problems(self, config):
+        return []
+
     def check(self, model, adapter):
         pass
 
@@ -62,6 +76,8 @@ class FourBit(Quant):
 
     double_quant: bool
     """quantise the scales too: 0.127 instead of 0.5 bits a weight"""
+
+    stores_4bit = True
 
     def config(self, compute_dtype):
         from transformers import BitsAndBytesConfig
@@ -117,8 +133,10 @@ class FP4(FourBit):
 class Int8(Quant):
     """LLM.int8() (Dettmers et al. 2022): a scale a row, outlier columns of the input computed unquantised."""
 
-    outlier_threshold: float
+    outlier_threshold: Annotated[float, NOT_NEGATIVE]
     """input columns whose absolute value exceeds this are computed unquantised"""
+
+    keeps_copies = True
 
     def config(self, compute_dtype):
         from transformers import BitsAndBytesConfig

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.registry import option
+from trainer.registry import Section, option
 
 
 class Mode(Enum):
@@ -60,7 +60,7 @@ SUMMARY = (
 
 
 @dataclass
-class Track(ABC):
+class Track(Section, ABC):
     """Where metrics go besides the run folder."""
 
     @abstractmethod

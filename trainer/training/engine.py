@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from trainer.registry import option
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 @dataclass
-class Engine(ABC):
+class Engine(Section, ABC):
     """Where the loop runs."""
+
+    one_process: ClassVar[bool] = False
+    """whether it is made for one process on one device"""
 
     @abstractmethod
     def build(self, cpu: bool) -> Accelerator:
@@ -25,6 +28,8 @@ class Engine(ABC):
 @dataclass
 class Single(Engine):
     """One process, one device."""
+
+    one_process = True
 
     def build(self, cpu):
         from accelerate import Accelerator

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from trainer.errors import ConfigError, ModelError
-from trainer.registry import option
+from trainer.ranges import AT_LEAST_1
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Loss(ABC):
+class Loss(Section, ABC):
     """How the loss is computed; every option gives the same number."""
 
-    def check(self, device: torch.device) -> None:  # noqa: B027 - most losses run everywhere
+    def check(self, device: torch.device) -> None:
         """Raises ConfigError where the option cannot run on this device or its library is absent."""
 
     @abstractmethod
@@ -67,7 +68,7 @@ class TargetsOnly(Loss):
 class Chunked(TargetsOnly):
     """Logits of a chunk at a time, on any device; a frozen head gets no gradient."""
 
-    chunk_tokens: int
+    chunk_tokens: Annotated[int, AT_LEAST_1]
     """target tokens in one chunk of logits"""
 
     def head_sum(self, head, hidden, labels):

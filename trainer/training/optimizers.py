@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from trainer.registry import option
+from trainer.ranges import NOT_NEGATIVE, POSITIVE, Range
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
 
+RATE = Range(lambda v: 0 < v <= 1000, "must be above 0 and at most 1000: 2e-4, not 2e4")
+DECAYS = Range(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "must be two numbers from 0 to below 1")
+
 
 @dataclass
-class Optim(ABC):
+class Optim(Section, ABC):
     """What all optimizers share."""
 
-    learning_rate: float
+    learning_rate: Annotated[float, RATE]
     """the schedule's peak"""
-    weight_decay: float
+    weight_decay: Annotated[float, NOT_NEGATIVE]
     """decoupled; not applied to vectors (norms, biases)"""
 
     @abstractmethod
@@ -40,9 +44,9 @@ class Optim(ABC):
 class Adam(Optim):
     """AdamW (Loshchilov & Hutter 2019)."""
 
-    betas: list[float]
+    betas: Annotated[list[float], DECAYS]
     """decay of the first and second moment, two numbers"""
-    eps: float
+    eps: Annotated[float, POSITIVE]
     """added to the root of the second moment"""
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
-from trainer.registry import option
+from trainer.ranges import BELOW_1, NOT_NEGATIVE, POSITIVE_SHARE, SHARE
+from trainer.registry import Section, option
 
 
 @dataclass
-class Schedule(ABC):
+class Schedule(Section, ABC):
     """A factor on optim.learning_rate for each step."""
 
-    warmup_steps: int | None
+    warmup_steps: Annotated[int | None, NOT_NEGATIVE]
     """steps of linear warm-up; null: warmup_ratio decides"""
-    warmup_ratio: float
+    warmup_ratio: Annotated[float, BELOW_1]
     """warm-up as a share of all steps, 0 to below 1; unused where warmup_steps is given"""
 
     def factor(self, step: int, num_steps: int) -> float:
@@ -52,7 +54,7 @@ class Constant(Schedule):
 class Decaying(Schedule):
     """From the peak to a final share of it."""
 
-    final_ratio: float
+    final_ratio: Annotated[float, SHARE]
     """learning rate of the last step as a share of the peak, 0 to 1"""
 
     def between(self, shape: float) -> float:
@@ -88,7 +90,7 @@ class Cosine(Decaying):
 class WarmupStableDecay(Decaying):
     """Stays at the peak, then falls as 1 - sqrt (Haegele et al. 2024)."""
 
-    decay_ratio: float
+    decay_ratio: Annotated[float, POSITIVE_SHARE]
     """share of all steps that the fall takes, above 0 to 1"""
 
     def after_warmup(self, step, num_steps):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
 from trainer.data.batches.batching import Batching
+from trainer.ranges import AT_LEAST_1, NOT_NEGATIVE, POSITIVE
 
 
 class Resume(Enum):
@@ -18,15 +20,15 @@ class Resume(Enum):
 class Train(Batching):
     """The loop."""
 
-    max_grad_norm: float | None
+    max_grad_norm: Annotated[float | None, POSITIVE]
     """gradients are scaled down to this total norm; null: never"""
-    log_every: int
+    log_every: Annotated[int, AT_LEAST_1]
     """steps between rows of metrics; the device is read only then"""
-    eval_every: int
+    eval_every: Annotated[int, NOT_NEGATIVE]
     """steps between evaluations; 0: only before the first and after the last step"""
-    save_every: int
+    save_every: Annotated[int, NOT_NEGATIVE]
     """steps between checkpoints; 0: only at the end and when interrupted"""
-    keep_checkpoints: int
+    keep_checkpoints: Annotated[int, AT_LEAST_1]
     """newest checkpoints kept; the best and the last one are always kept"""
     resume: Resume
     """what to do in a folder that holds a run: auto continues it if the configuration is the same, force
@@ -34,5 +36,20 @@ class Train(Batching):
     deterministic: bool
     """kernels that add in one order on a GPU too, so that a run and its resume are bit for bit the same there; slower,
     and an operation without such a kernel ends the run (on a CPU it is so without)"""
-    compare_prompts: int
+    compare_prompts: Annotated[int, NOT_NEGATIVE]
     """held-out prompts answered by base and by adapter at the end of the run"""
+
+    def problems(self, config):
+        data, problems = config.data, []
+        if not data.streaming:
+            return problems
+        if self.max_steps is None:
+            problems.append(
+                "data.streaming=true needs train.max_steps: how many steps an epoch has is not known before it is read"
+            )
+        if data.eval_path is None and data.eval_fraction > 0:
+            problems.append(
+                f"data.streaming=true cannot hold out data.eval_fraction={data.eval_fraction} of what it has not "
+                "read: give data.eval_path, or set data.eval_fraction=0"
+            )
+        return problems

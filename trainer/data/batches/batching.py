@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from trainer.ranges import AT_LEAST_1, AT_LEAST_2
+from trainer.registry import Section
+
+MAX_EPOCHS = 1_000_000
 
 
 @dataclass
-class Batching:
+class Batching(Section):
     """Passes, steps and sizes."""
 
-    epochs: int
+    epochs: Annotated[int, AT_LEAST_1.up_to(MAX_EPOCHS)]
     """passes over the training set; unused where max_steps is given"""
-    max_steps: int | None
+    max_steps: Annotated[int | None, AT_LEAST_1]
     """optimizer steps; null: the epochs decide"""
-    accumulation_steps: int
+    accumulation_steps: Annotated[int, AT_LEAST_1]
     """micro-batches an optimizer step; an epoch's last step may have fewer"""
-    micro_batch_tokens: int
+    micro_batch_tokens: Annotated[int, AT_LEAST_2]
     """tokens in one packed row (packing=best_fit)"""
-    micro_batch_size: int
+    micro_batch_size: Annotated[int, AT_LEAST_1]
     """samples in one padded micro-batch (packing=none)"""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from trainer.registry import option
+from trainer.ranges import AT_LEAST_1
+from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     from trainer.data.batches.batching import Batching
 
 
 @dataclass
-class Packing(ABC):
+class Packing(Section, ABC):
     """From sample lengths to micro-batches."""
 
     packed = False
@@ -49,10 +50,19 @@ class NoPacking(Packing):
 class BestFit(Packing):
     """Whole samples in rows of up to train.micro_batch_tokens, best-fit decreasing."""
 
-    window: int
+    window: Annotated[int, AT_LEAST_1]
     """shuffled samples packed together; a larger window fills better and holds more in memory"""
 
     packed = True
+
+    def problems(self, config):
+        train, data = config.train, config.data
+        if train.micro_batch_tokens >= data.max_length:
+            return []
+        return [
+            f"train.micro_batch_tokens={train.micro_batch_tokens} is below data.max_length={data.max_length}: "
+            "a sample must fit a row. Raise the first or lower the second"
+        ]
 
     def micro_batches(self, lengths, train, rng):
         order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from trainer.errors import ConfigError, ModelError
-from trainer.registry import option
+from trainer.registry import Section, option
 from trainer.units import GIB
 
 if TYPE_CHECKING:
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Offload(ABC):
+class Offload(Section, ABC):
     """What is not on the device all the time."""
+
+    moves: ClassVar[bool] = True
+    """whether anything is elsewhere"""
 
     streams: ClassVar[bool] = False
     """whether the frozen blocks are fetched when they are used"""
@@ -62,6 +65,8 @@ def check_host(what: str, needed: int, way_out: str) -> None:
 class NoOffload(Offload):
     """Everything stays on the device."""
 
+    moves = False
+
     def source(self, device, needed):
         return None
 
@@ -70,6 +75,14 @@ class NoOffload(Offload):
 @dataclass
 class Activations(Offload):
     """The inputs of checkpointed blocks in (pinned) host memory, copied while the device computes."""
+
+    def problems(self, config):
+        if config.checkpointing.recomputes_blocks:
+            return []
+        return [
+            "offload=activations moves the inputs of blocks that are recomputed, and this checkpointing has none: use "
+            "checkpointing=full, selective, every_k, sqrt or auto"
+        ]
 
     def policy(self, policy):
         from trainer.model.offload.activations import MovedInputs
@@ -87,6 +100,21 @@ class StreamedBase(Offload):
     adapters stay."""
 
     streams = True
+
+    def problems(self, config):
+        key = f"offload={self.name}"
+        problems = []
+        if config.adapter.trains_base:
+            problems.append(f"{key} streams frozen blocks, and adapter=none trains them: use adapter=lora")
+        if config.quant.keeps_copies:
+            problems.append(f"{key} streams plain and 4-bit weights; LLM.int8() keeps its own copies: use quant=nf4")
+        if not config.engine.one_process:
+            problems.append(f"{key} is made for one process on one device: use engine=single")
+        if config.model.trust_remote_code:
+            problems.append(f"{key} does not serve models with code of their own: leave out one of the two")
+        if config.model.quantized_cache:
+            problems.append(f"{key} keeps its own files while it runs: leave out model.quantized_cache=true")
+        return problems
 
     def check(self, model, adapter):
         from trainer.model.offload.streamed_base import decoder_blocks

@@ -1,0 +1,50 @@
+"""Ranges of settings, declared with the field: `r: Annotated[int, AT_LEAST_1]`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
+
+COUNT_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a value must be; null is always let pass."""
+
+    holds: Callable[[Any], bool]
+    words: str
+    """what is allowed: must be ..."""
+    most: int | None = None
+    """for counts, which otherwise have no end"""
+
+    def problem(self, value: Any) -> str | None:
+        """Why a value does not stand in the range, or None."""
+        if (isinstance(value, float) and not math.isfinite(value)) or not self.holds(value):
+            return self.words
+        return f"must be at most {self.most}" if self.most is not None and value > self.most else None
+
+    def up_to(self, most: int) -> Range:
+        """The same with an upper end."""
+        return replace(self, most=most)
+
+
+POSITIVE = Range(lambda v: v > 0, "must be above 0")
+NOT_NEGATIVE = Range(lambda v: v >= 0, "must be 0 or more")
+AT_LEAST_1 = Range(lambda v: v >= 1, "must be 1 or more", COUNT_LIMIT)
+AT_LEAST_2 = Range(lambda v: v >= 2, "must be 2 or more", COUNT_LIMIT)
+BELOW_1 = Range(lambda v: 0 <= v < 1, "must be from 0 to below 1")
+SHARE = Range(lambda v: 0 <= v <= 1, "must be from 0 to 1")
+POSITIVE_SHARE = Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+
+
+def ranges_of(cls: type) -> dict[str, Range]:
+    """The ranges that a configuration dataclass declares, by field."""
+    found = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        declared = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Range)]
+        if declared:
+            found[name] = declared[0]
+    return found
