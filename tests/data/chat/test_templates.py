@@ -109,7 +109,7 @@ def test_hostile_row_templates_are_bad_rows(tmp_path, template, said):
 def test_a_row_template_with_what_templates_do_not_have_is_refused_before_any_row(tmp_path):
     file = tmp_path / "row.jinja"
     file.write_text("{{ text | random }}")
-    with pytest.raises(DataError, match=f"data.row_template={file}, line 1: the filter random is not allowed"):
+    with pytest.raises(DataError, match=f"data.row_template={file}, line 1: No filter named 'random'"):
         row_template(str(file))
 
 

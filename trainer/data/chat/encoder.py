@@ -8,7 +8,7 @@ tokenised as ordinary characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Encoder:
             raise encoded
         return encoded
 
-    def encode_many(self, samples: Sequence[Sample]) -> list[Encoded | BadRow]:
+    def encode_many(self, samples: Iterable[Sample]) -> list[Encoded | BadRow]:
         """The same for each sample, with the tokenizer called once; a BadRow where a sample has none."""
         drafts = [self._draft(sample) for sample in samples]
         texts = [text for draft in drafts if not isinstance(draft, BadRow) for text in draft.texts]

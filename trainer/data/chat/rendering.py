@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
+from typing import TYPE_CHECKING
 
 from trainer.data.chat.messages import THOUGHTS, BadRow, Message
-from trainer.data.chat.sandbox import BoundedEnvironment, Compiled, RanAway
+from trainer.data.chat.sandbox import BrokenTemplate, RanAway, TemplateRefuses, sandbox
 from trainer.errors import DataError, ModelError, TrainerError
 
 if TYPE_CHECKING:
@@ -32,7 +27,7 @@ class ChatTemplate:
         self._special = tokenizer.special_tokens_map
 
     def check(self) -> None:
-        """Compiles it and tries it on a question, so that a broken or hostile one is known early.
+        """Tries it on a question, so that a broken or hostile one is known early.
 
         Raises DataError for a template that the settings name, ModelError for the model's own.
         """
@@ -48,73 +43,34 @@ class ChatTemplate:
                 "this tokenizer has no chat template: give it one with data.chat_template=plain (or instruction, "
                 "chatml, a Jinja file)"
             )
-        template = self._compiled(tools)
+        template = self._text(tools)
 
         def render(messages: list[Message], generation_prompt: bool = False) -> str:
             values = {"messages": [_with_thoughts(m) for m in messages], "tools": tools, "documents": None}
             values |= {"add_generation_prompt": generation_prompt, **self._special}
             try:
-                return _environment().render(template, values)
+                return sandbox().render(template, values)
             except RanAway as error:
-                raise self._stopped(f"was stopped: {error}") from None
-            except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+                raise self._error(
+                    f"{self.what} was stopped: {error}. A template writes a dialogue's text and needs none of this: do "
+                    "not trust it, or choose another with data.chat_template=."
+                ) from None
+            except BrokenTemplate as error:
+                raise self._error(f"{self.what}{error}. Choose another with data.chat_template=.") from None
+            except TemplateRefuses as error:
                 roles = ", ".join(m["role"] for m in messages)
                 raise BadRow(f"the chat template refuses the roles {roles}: {error}") from None
 
         return render
 
-    def _compiled(self, tools: list[dict] | None) -> Compiled:
+    def _text(self, tools: list[dict] | None) -> str:
         try:
-            return _compiled(self.tokenizer.get_chat_template(tools=tools), self.what)
+            return self.tokenizer.get_chat_template(tools=tools)
         except ValueError as error:
-            raise self._error(f"{error}. Choose another with data.chat_template=.") from None
-
-    def _stopped(self, why: str) -> TrainerError:
-        return self._error(
-            f"{self.what} {why}. A template writes a dialogue's text and needs none of this: do not trust it, or "
-            "choose another with data.chat_template=."
-        )
+            raise self._error(f"{self.what}: {error}. Choose another with data.chat_template=.") from None
 
 
 def _with_thoughts(message: Message) -> Message:
     """Thoughts under both names that templates read, as transformers has it."""
     thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
-
-
-@lru_cache(maxsize=16)
-def _compiled(text: str, what: str) -> Compiled:
-    return _environment().compiled(text, what)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> BoundedEnvironment:
-    """What transformers gives to chat templates."""
-    environment = BoundedEnvironment(extensions=[_Generation, loopcontrols])
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _now(format: str) -> str:
-    if len(format) > 100:
-        raise ValueError("strftime_now takes a format of at most 100 characters")
-    return datetime.now().strftime(format)
-
-
-class _Generation(Extension):
-    """{% generation %}: some templates mark the assistant's words with it. They are found without."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        call = self.call_method("_as_it_is")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _as_it_is(self, caller: Callable[[], str]) -> str:
-        return caller()

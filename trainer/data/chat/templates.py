@@ -1,6 +1,6 @@
 """Templates that a user gives: a chat template for a base model, and a row template for rows of any other shape.
 
-Both are Jinja and run sandboxed: they can neither reach Python nor run away (sandbox.py).
+Both are Jinja and run in a process of their own: they can neither reach Python nor run away (sandbox.py).
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from trainer.data.chat.messages import BadRow
 from trainer.data.chat.rendering import ChatTemplate
-from trainer.data.chat.sandbox import BoundedEnvironment, RanAway
+from trainer.data.chat.sandbox import BrokenTemplate, RanAway, TemplateRefuses, sandbox
 from trainer.errors import DataError, closest
 from trainer.resources import PACKAGE
 
@@ -90,18 +88,20 @@ def row_template(file: str) -> Callable[[dict[str, Any]], str]:
     what = f"data.row_template={file}"
     if not Path(file).is_file():
         raise DataError(f"{what}: there is no such file.")
-    environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
+    template = _read(Path(file), what)
     try:
-        template = environment.compiled(_read(Path(file), what), what)
-    except ValueError as error:
-        raise DataError(f"{error}.") from None
+        sandbox().check(template, strict=True)
+    except BrokenTemplate as error:
+        raise DataError(f"{what}{error}.") from None
+    except RanAway as error:
+        raise DataError(f"{what}: was stopped: {error}.") from None
 
     def render(fields: dict[str, Any]) -> str:
         try:
-            return environment.render(template, {**fields, "row": fields})
+            return sandbox().render(template, {**fields, "row": fields}, strict=True)
         except RanAway as error:
             raise DataError(f"{what}: was stopped: {error}.") from None
-        except (jinja2.TemplateError, TypeError, ArithmeticError, ValueError, RecursionError) as error:
+        except TemplateRefuses as error:
             raise BadRow(f"{what}: {error}") from None
 
     return render

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.chat.encoder import Encoder
+from trainer.data.chat.encoder import Encoded, Encoder
 from trainer.data.chat.formats import RowReader
 from trainer.data.chat.messages import BadRow, PlainText, Sample
 from trainer.data.chat.templates import row_template
@@ -26,7 +26,7 @@ from trainer.data.sources.row import Row
 from trainer.data.sources.rows import Piece
 from trainer.data.tokens.counts import Counts
 from trainer.data.tokens.store import dump_sample
-from trainer.errors import DataError
+from trainer.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,11 +77,13 @@ class Worker:
             except BadRow as error:
                 counts.drop(BAD_ROW, f"{row.where}: {error}")
                 continue
+            except DataError as error:  # of the row template
+                raise DataError(f"{row.where}: {error}") from None
             formats.setdefault(format, row.where)
             rows.append(row)
             samples.append(sample)
         parts, full, texts = [], [], {"where": [], "source": []}
-        for row, sample, encoded in zip(rows, samples, self.encoder.encode_many(samples), strict=True):
+        for row, sample, encoded in zip(rows, samples, self._encoded(rows, samples), strict=True):
             if isinstance(encoded, BadRow):
                 counts.drop(BAD_ROW, f"{row.where}: {_with_roles(encoded, sample)}")
                 continue
@@ -97,6 +99,20 @@ class Worker:
             texts["where"] += [row.where.encode("utf-8", "surrogateescape")] * len(kept)
             texts["source"] += [dump_sample(sample)] * len(kept)
         return self._block(counts, parts, full, texts, formats, too_long)
+
+    def _encoded(self, rows: list[Row], samples: list[Sample]) -> list[Encoded | BadRow]:
+        """The samples' tokens. Raises DataError and ModelError that name the row whose rendering ends the run."""
+        at = None
+
+        def each() -> Iterator[Sample]:
+            nonlocal at
+            for at, sample in zip(rows, samples, strict=True):
+                yield sample
+
+        try:
+            return self.encoder.encode_many(each())
+        except (DataError, ModelError) as error:
+            raise type(error)(f"{at.where}: {error}") from None
 
     def _block(self, counts, parts, full, texts, formats, too_long) -> TokenBlock:
         ids = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32)
