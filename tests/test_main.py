@@ -44,7 +44,8 @@ SHOWS = [
     (["--version"], [__version__]),
     (["recipes"], ["quickstart", "pretrain_tiny"]),
     *([[command, "--help"], [f"trainer {command}"]] for command in COMMANDS),
-    (["--cfg", "job"], ["learning_rate", "recipe: custom"]),
+    (["--cfg", "job"], ["learning_rate", "# no recipe and no data are named", "recipe: quickstart", "precision=auto"]),
+    (["data.path=x.jsonl", "--cfg=job"], ["recipe: custom", "# picked: adapter=lora"]),
     (["recipe=qlora_llama3_8b", "--cfg", "job"], ["recipe: qlora_llama3_8b", "device: cuda"]),
 ]
 
@@ -69,6 +70,9 @@ MISTAKES = [
     (["recipe=qlora_llama3_8b", "quant=none", "adapter=none", "optim.eps=0"], ["optim.eps=0"]),
     (["-m", "optim.learning_rate=1e-4,abc"], ["optim.learning_rate=abc: must be a number"]),
     (["trian", "recipe=quickstart"], ["trian: no such command (did you mean train?)", *COMMANDS]),
+    (["--optim.learning_rate=1e-4"], ["settings have no dashes. Drop them: optim.learning_rate=1e-4"]),
+    (["--recipe", "quickstart"], ["Drop them: recipe=VALUE"]),
+    (["data.path=a,b.json"], ["several values", """'data.path="a,b.json"'"""]),
     (["--multirn", "seed=1"], ["unknown flag --multirn (did you mean --multirun?)"]),
     (["hydra.nothing=1"], ["hydra.nothing"]),
     (["recipe=mine"], ["recipes/mine.yaml:2: optim.lerning_rate: unknown key (did you mean optim.learning_rate?)"]),

@@ -69,3 +69,8 @@ def listing(problems: list[str]) -> str:
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])
+
+
+def visible(text: str) -> str:
+    """What comes from files and words, with control characters (a terminal obeys them) written as \\x1b or \\u202e."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -47,8 +47,16 @@ def test_the_users_recipes_are_there_too(tmp_path, monkeypatch, capsys):
     assert cells[:4] == ["mine", "my own 7B", "LoRA", "5.5 GiB with 1,024-token rows"]
     assert rows["mine"].endswith("Mine: all of it.")
     assert rows["bare"].split() == ["bare", "-", "-", "-", "(no", "head", "comment)"]
-    assert rows["broken"].endswith("Broken.") and rows["quickstart"].endswith("My quickstart.")
+    assert re.search(r"cannot be used: .*broken.yaml:3: not YAML: .*", rows["broken"])
+    assert rows["quickstart"].endswith("My quickstart.")
     assert "pretrain_tiny" in rows
+
+
+def test_a_recipe_that_obeys_no_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/mine.yaml").write_text("# Clear and \u202eturn.\nseed: 1\n")
+    assert listed(capsys)["mine"].endswith(r"Clear and \u202eturn.")
 
 
 def test_arguments_are_refused(capsys):

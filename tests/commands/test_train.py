@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from tests.program import here
 from tests.support import cli, metrics, train_here, write_jsonl
+from trainer.commands import train
 from trainer.commands.train import _split
+from trainer.config import compose as composing
 from trainer.device import find as device
 from trainer.errors import ConfigError
 
@@ -37,7 +40,7 @@ def test_flags_and_overrides_are_told_apart():
         (["--foo", "--bar=3"], "unknown flag --foo"),
         # would compose another configuration than the one that was checked
         (["--config-name", "x"], "unknown flag --config-name"),
-        (["--config-dir", "x"], "unknown flag --config-dir"),
+        (["--seed=1"], "--seed=1: settings have no dashes. Drop them: seed=1"),
         (["--config-path=x"], "unknown flag --config-path"),
         (["-m", "--cfg", "job"], "-m --cfg: only one of these"),
         (["--cfg"], "what to print? Allowed: job, hydra, all"),
@@ -49,6 +52,51 @@ def test_flags_that_hydra_would_stumble_over(given, words):
     with pytest.raises(ConfigError) as refused:
         _split(given)
     assert words in str(refused.value)
+
+
+def test_a_plain_run_is_composed_once_and_enters_no_hydra(base_overrides, tmp_path, monkeypatch):
+    """Hydra's own machinery runs where a word asks for something of it."""
+    from trainer.run import train as run
+
+    composed, entered, trained = [], [], []
+    compose, enter = composing.hydra_compose, train._enter_hydra
+    monkeypatch.setattr(composing, "hydra_compose", lambda *a, **k: composed.append(a) or compose(*a, **k))
+    monkeypatch.setattr(train, "_enter_hydra", lambda job, words: entered.append(words) or enter(job, words))
+    monkeypatch.setattr(run, "run_training", lambda run, folder, seconds: trained.append((run.config.seed, folder)))
+    monkeypatch.chdir(tmp_path)
+    assert here(*base_overrides, "seed=3", "hydra.run.dir=out") == 0
+    assert (len(composed), entered, trained) == (1, [], [(3, tmp_path / "out")])
+    assert list((tmp_path / "out").iterdir()) == []
+    assert here(*base_overrides, "seed=4", "output_dir=more", "hydra.output_subdir=.hydra") == 0
+    assert len(entered) == 1 and trained[1:] == [(4, tmp_path / "more")]
+    assert (tmp_path / "more/.hydra/overrides.yaml").is_file()
+
+
+def test_without_recipe_and_data_the_quickstart(tmp_path, monkeypatch, capsys):
+    from trainer.run import train as run
+
+    trained = []
+    monkeypatch.setattr(run, "run_training", lambda run, folder, seconds: trained.append(run))
+    monkeypatch.chdir(tmp_path)
+    for words in (["output_dir=a"], ["output_dir=b", "recipe=quickstart"], ["output_dir=c", "recipe=null"]):
+        assert here(*words) == 0
+    assert [r.config.recipe for r in trained] == ["quickstart", "quickstart", "custom"]
+    assert replace(trained[0].config, output_dir="b") == trained[1].config
+    assert capsys.readouterr().out == "no recipe and no data are named: recipe=quickstart, on the embedded data\n"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_several_processes_want_an_engine_and_are_told_once(tmp_path, monkeypatch, capsys, rank):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    if rank == "0":
+        assert here("recipe=quickstart") == 2
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            here("recipe=quickstart")
+    assert capsys.readouterr().err.count("a launcher started 2 processes, and engine=single is one") == (rank == "0")
+    assert list(tmp_path.iterdir()) == []
 
 
 # The run folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config.compose import compose
+from trainer.config.compose import compose, started_from
 from trainer.errors import ConfigError, DataError, StorageError, listing
 
 HELP = """trainer data [key=value ...] [show=N] [output_dir=DIR]
@@ -31,6 +31,7 @@ def run(words: list[str]) -> int:
             count = int(value)
         else:
             settings.append(word)
+    settings, note = started_from(settings)
     composed = compose(settings, trains=False)
     wanted = any(word.lstrip("+").startswith("output_dir=") for word in settings)
     config = composed.config
@@ -46,6 +47,8 @@ def run(words: list[str]) -> int:
 
     screen = Screen()
     quiet_libraries(screen)
+    if note is not None:
+        screen.say(note)
     tokenizer = load_tokenizer(config.model)
     dress(tokenizer, config.data.chat_template, config.model.new_tokens)
     loaded = read_data(config.data, config.seed, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainer.config.compose import compose
+from trainer.config.compose import compose, started_from
 from trainer.errors import ConfigError, StorageError
 
 HELP = """trainer plan [key=value ...] [explain=true]
@@ -22,6 +22,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"plan takes key=value words, not {' '.join(flags)}")
     explain = _explain([word for word in words if word.startswith("explain=")])
     rest = [word for word in words if not word.startswith("explain=")]
+    rest, note = started_from(rest)
     config = compose(rest).config
     wanted = any(word.startswith("output_dir=") for word in rest)
     from trainer.memory.advice.picture import bar_chart
@@ -33,6 +34,8 @@ def run(words: list[str]) -> int:
 
     screen = Screen()
     quiet_libraries(screen)
+    if note is not None:
+        screen.say(note)
     planner = Planner(config)
     check_shape(config, planner.skeleton)
     plan = full_plan(planner)

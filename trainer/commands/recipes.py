@@ -6,7 +6,7 @@ import re
 
 from trainer.config.config_file import ConfigFile
 from trainer.config.shelf import recipes
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, visible
 
 HELP = """trainer recipes
 
@@ -29,7 +29,12 @@ def run(words: list[str]) -> int:
 def _row(recipe: ConfigFile) -> tuple[str, ...]:
     comment = recipe.comment
     what = comment[0] if comment else "(no head comment)"
-    return recipe.name, *(_said(comment, topic) for topic in ("Base", "Method", "Memory")), what
+    try:
+        recipe.tree()
+    except ConfigError as error:
+        what = f"cannot be used: {str(error).splitlines()[0]}"
+    cells = recipe.name, *(_said(comment, topic) for topic in ("Base", "Method", "Memory")), what
+    return tuple(visible(cell) for cell in cells)
 
 
 def _said(comment: list[str], topic: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, visible
 
 
 def report(error: TrainerError, debug: bool) -> int:
     """Prints the error to stderr; returns the exit code."""
     if debug:
         traceback.print_exception(error)
-    print(f"trainer: {error.kind}: {error}", file=sys.stderr)
+    print(f"trainer: {error.kind}: {visible(str(error))}", file=sys.stderr)
     return error.exit_code

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,11 +15,14 @@ from omegaconf import DictConfig
 
 from trainer.commands.report_error import report
 from trainer.commands.sweep import run_sweep
-from trainer.config.compose import Planned, plan, quoted, register_names
+from trainer.config.compose import Planned, plan, quoted, register_names, started_from
+from trainer.config.schema import Config
 from trainer.config.shelf import CONF
+from trainer.config.types import fields_of
 from trainer.device.find import check_device
-from trainer.errors import ConfigError, StorageError, TrainerError, closest
+from trainer.errors import ConfigError, StorageError, TrainerError, closest, listing
 from trainer.tracking.run_folder import check_usable
+from trainer.training.engine import Engine
 
 SWEEP_FLAGS = ("-m", "--multirun")
 SHOW_FLAGS = ("--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
@@ -30,6 +35,8 @@ VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
 MODE_FLAGS = (*SWEEP_FLAGS, *RUN_FLAGS, "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 """Of these Hydra takes one."""
 CFG_VALUES = ("job", "hydra", "all")
+CFG_JOB = (("--cfg", "job"), ("-c", "job"), ("--cfg=job", ""), ("-c=job", ""))
+"""With what follows it."""
 FLAGS = (*SWEEP_FLAGS, *SHOW_FLAGS, *HYDRA_FLAGS, *RUN_FLAGS)
 
 HELP = """trainer train [key=value ...] [-m]    (the word train may be left out)
@@ -41,42 +48,79 @@ each trial has its own process and subfolder; the same command with the same out
 
 
 def run(words: list[str]) -> int:
-    """Checks everything that can be checked without torch, then lets Hydra run the job or the sweep."""
+    """Checks everything that can be checked without torch, then trains, or lets Hydra run the sweep."""
     flags, overrides = _split(words)
     if any(flag in HYDRA_FLAGS for flag in flags):
         register_names()
         _enter_hydra(lambda composed: None, [*flags, *overrides])
         return 0
+    overrides, note = started_from(overrides)
     if any(flag.partition("=")[0] in SHOW_FLAGS for flag in flags):
-        _enter_hydra(lambda composed: None, [*flags, *plan(overrides).words])
+        planned = plan(overrides)
+        if any(flag in CFG_JOB for flag in zip(flags, [*flags[1:], ""], strict=True)):
+            _print_comment(note, "picked: " + " ".join(f"{g}={o}" for g, o in sorted(planned.run.choices.items())))
+        _enter_hydra(lambda composed: None, [*flags, *planned.words])
         return 0
     planned = plan(overrides, multirun=any(flag in SWEEP_FLAGS for flag in flags))
     try:
+        check_processes(planned.run.config.engine)
         check_device(planned.run.config.device)
+        if note is not None:
+            print(note, flush=True)
         return _run_one(planned) if planned.trials is None else run_sweep(planned, _enter_hydra)
     except TrainerError as error:
         return report(error, planned.run.config.debug)
 
 
+def _print_comment(*lines: str | None) -> None:
+    """Lines above YAML, as comments."""
+    for line in filter(None, lines):
+        print(textwrap.fill(line, 120, initial_indent="# ", subsequent_indent="#   "), flush=True)
+
+
+def check_processes(engine: Engine) -> None:
+    """Raises ConfigError where a launcher started several processes for an engine of one; said by the first of them."""
+    number = os.environ.get("WORLD_SIZE", "1")
+    if number == "1" or not engine.one_process:
+        return
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(ConfigError.exit_code)
+    raise ConfigError(
+        f"WORLD_SIZE={number}: a launcher started {number} processes, and engine=single is one process on one device. "
+        "Start it without torchrun or accelerate launch"
+    )
+
+
 def _run_one(planned: Planned) -> int:
-    """Trains in this process, in the folder that Hydra makes."""
+    """Trains in this process; within Hydra's own machinery only where the words ask for something of it."""
     check_usable(planned.folder)
+    with _making(planned.folder):
+        if planned.asks_hydra:
+            _train_in_hydra(planned)
+        else:
+            _train(planned)
+    return 0
+
+
+def _train(planned: Planned) -> None:
+    began = time.perf_counter()
+    from trainer.run.train import run_training
+
+    run_training(planned.run, planned.folder.absolute(), time.perf_counter() - began)
+
+
+def _train_in_hydra(planned: Planned) -> None:
     raised: list[Exception] = []
 
     def job(composed: DictConfig) -> None:
         try:
-            began = time.perf_counter()
-            from trainer.run.train import run_training
-
-            run_training(planned.run, planned.folder.absolute(), time.perf_counter() - began)
+            _train(planned)
         except Exception as error:  # Hydra would print it in its own way
             raised.append(error)
 
-    with _making(planned.folder):
-        _enter_hydra(job, [f"hydra.run.dir={quoted(planned.folder)}", *planned.words])
-        if raised:
-            raise raised[0]
-    return 0
+    _enter_hydra(job, [f"hydra.run.dir={quoted(planned.folder)}", *planned.words])
+    if raised:
+        raise raised[0]
 
 
 def _enter_hydra(job: Callable[[DictConfig], float | None], words: list[str]) -> None:
@@ -111,13 +155,16 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             overrides.append(word)
             continue
         name, equals, _ = word.partition("=")
-        if name not in FLAGS:
-            unknown.append(f"{name}{closest(name, FLAGS)}")
+        key = word.lstrip("-")
+        if name not in FLAGS and key.partition("=")[0].partition(".")[0] in fields_of(Config):
+            unknown.append(f"{word}: settings have no dashes. Drop them: {key if equals else f'{key}=VALUE'}")
+        elif name not in FLAGS:
+            unknown.append(f"unknown flag {name}{closest(name, FLAGS)}. Allowed: {', '.join(FLAGS)}")
         flags.append(word)
         if name in VALUE_FLAGS and not equals:
             flags.append(next(remaining, ""))
     if unknown:
-        raise ConfigError(f"unknown flag {', '.join(unknown)}. Allowed: {', '.join(FLAGS)}")
+        raise ConfigError(listing(unknown))
     modes = [name for flag in flags if (name := flag.partition("=")[0]) in MODE_FLAGS]
     if len(modes) > 1:
         raise ConfigError(f"{' '.join(modes)}: only one of these at a time")

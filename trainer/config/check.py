@@ -112,9 +112,10 @@ def _setting_problems(override: Override, keys: Keys) -> list[str]:
 
 
 def _needs_multirun(override: Override) -> str:
+    key, _, values = override.input_line.partition("=")
     return (
         f"{override.input_line}: several values. To sweep over them add -m; a list is written "
-        f"{override.key_or_group}=[a,b]"
+        f"{override.key_or_group}=[a,b]; a comma within one text wants quotes of its own: '{key}=\"{values}\"'"
     )
 
 

@@ -30,6 +30,8 @@ from trainer.errors import ConfigError, listing
 from trainer.registry import OPTIONS
 from trainer.training.train_settings import Train
 
+QUICKSTART = "quickstart"
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -43,6 +45,8 @@ class Planned:
     """the overrides as Hydra takes them"""
     trials: list[list[str]] | None
     """in a sweep the overrides of each trial"""
+    asks_hydra: bool
+    """whether the words say something to Hydra itself, beyond where the run goes"""
 
 
 def register(found: Written) -> None:
@@ -65,6 +69,17 @@ def register_names() -> None:
     for group in GROUPS:
         for name in set(options(group)) - {file.stem for file in (CONF / group).glob("*.yaml")}:
             ConfigStore.instance().store(group=group, name=name, node={})
+
+
+def started_from(words: list[str]) -> tuple[list[str], str | None]:
+    """Words that name neither a recipe nor data mean the quickstart; and the line that says so."""
+    named = {word.lstrip("+").partition("=")[0] for word in words}
+    if named & {"recipe", "data", "data.path", "data.sources"}:
+        return words, None
+    return [
+        *words,
+        f"recipe={QUICKSTART}",
+    ], f"no recipe and no data are named: recipe={QUICKSTART}, on the embedded data"
 
 
 def compose(words: list[str], trains: bool = True) -> Run:
@@ -90,13 +105,14 @@ def plan(words: list[str], multirun: bool = False) -> Planned:
         folder = Path(composed.hydra.sweep.dir if sweeping else composed.hydra.run.dir)
         params = composed.hydra.sweeper.get("params") or {}
         run = to_run(composed, words)
+    asks_hydra = any(o.is_hydra_override() and o.key_or_group != "hydra.run.dir" for o in overrides)
     if not sweeping:
         _check_rules([run.config])
-        return Planned(run, folder, for_hydra(overrides), None)
+        return Planned(run, folder, for_hydra(overrides), None, asks_hydra)
     trials = expand([*parse([f"{key}={values}" for key, values in params.items()]), *overrides])
     _check_each(trials)
     _check_rules(configs(trials))
-    return Planned(run, folder, for_hydra(overrides), trials)
+    return Planned(run, folder, for_hydra(overrides), trials, asks_hydra)
 
 
 def expand(overrides: list[Override]) -> list[list[str]]:
