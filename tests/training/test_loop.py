@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+import weakref
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,6 +23,7 @@ from trainer.errors import NonFiniteError
 from trainer.model.attention import PACKED
 from trainer.training.checkpoint import load_state
 from trainer.training.loop import Loop, train
+from trainer.training.losses import Full
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import count_arithmetic
 
@@ -44,7 +46,7 @@ def composed(*overrides: str):
     return compose(["data.path=x.jsonl", "precision=fp32", "data.max_length=64", *overrides]).config
 
 
-def run_loop(tokens, overrides, optimizer=None, spoil=None) -> Trace:
+def run_loop(tokens, overrides, optimizer=None, spoil=None, loss=None) -> Trace:
     """All parameters of a tiny Llama through trainer.training.loop; `spoil(step, model)` runs before each clip."""
     config = composed(*overrides)
     model = llama(PACKED if config.packing.packed else "sdpa")
@@ -68,7 +70,7 @@ def run_loop(tokens, overrides, optimizer=None, spoil=None) -> Trace:
         parameters=parameters,
         optimizer=optimizer,
         schedule=config.schedule,
-        loss=config.loss,
+        loss=loss or config.loss,
         steps=steps,
         dtypes=FP32,
         accelerator=Accelerator(cpu=True),
@@ -460,3 +462,19 @@ def test_one_value_is_read_an_optimizer_step(overrides, mask_reads):
     accumulated = reads(2, 2)  # two micro-batches in each of two steps
     assert accumulated.ours == once.ours
     assert accumulated.masks == 2 * once.masks
+
+
+def test_nothing_of_a_micro_batch_outlives_it():
+    """The loss holds its graph: with it the activations of the last micro-batch would lie beside the next one's."""
+    alive = []
+
+    class Watched(Full):
+        def sum(self, model, batch):
+            alive.append([] if not alive else [ref for ref in self.made if ref() is not None])
+            total = super().sum(model, batch)
+            self.made = [weakref.ref(total)]
+            return total
+
+    overrides = ("train.accumulation_steps=4", "train.micro_batch_tokens=64", "train.max_steps=1")
+    run_loop(random_tokens([60, 50, 40, 62]), overrides, loss=Watched())
+    assert alive == [[], [], [], []]

@@ -14,15 +14,20 @@ import torch
 
 from trainer.device.stages import Stage
 
-SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate")
-"""Words of the allocators' errors: CUDA's and bitsandbytes', torch's on a CPU, numpy's."""
+SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "_STATUS_ALLOC_FAILED")
+"""Words of the allocators' errors: CUDA's and bitsandbytes', torch's on a CPU, numpy's, cuBLAS' and cuDNN's."""
+NO_HANDLE = ("_STATUS_NOT_INITIALIZED", "Create")
+"""What cuBLAS and cuDNN say where there is no memory for their handle; elsewhere the same status is a fault of ours."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator raised it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(sign in text for sign in SIGNS) or all(word in text for word in NO_HANDLE)
 
 
 class _MallInfo2(ctypes.Structure):

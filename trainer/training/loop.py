@@ -97,6 +97,7 @@ def train(
             loop.accelerator.backward(micro_loss / num_targets)
             loop.memory.at("first backward")
             step_loss += micro_loss.detach()
+            del micro_loss  # and its graph with it: else the next micro-batch's forward pass runs beside it
 
         norm = (
             torch.nn.utils.get_total_norm([p.grad for p in loop.parameters if p.grad is not None])

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.model.adapters import decoder_linears
 from trainer.model.fused.tiles import tile
+from trainer.model.int8 import frozen_forward
 from trainer.model.model_settings import Weights
 from trainer.model.quant import FourBit, Int8, NoQuant, Quant
 
@@ -118,6 +119,7 @@ class Standin8bit(bnb.nn.Linear8bitLt):
         self.state = bnb.MatmulLtState()
         self.state.has_fp16_weights, self.state.threshold = False, 0.0
         self.state.CB, self.state.SCB = self.weight, _meta(linear.out_features)
+        frozen_forward(self)  # as the run's own layers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.state.is_training = True

@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from trainer.device.measure import is_out_of_memory
 from trainer.errors import ConfigError, ModelError, closest
 from trainer.model.families import check_modules, text_config
+from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
 from trainer.model.loading.assemble import FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
@@ -140,6 +141,7 @@ def settled(base: PreTrainedModel) -> PreTrainedModel:
         # On CPUs with AVX512-BF16 bitsandbytes would repack a 4-bit weight in its first evaluation pass.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    keep_no_inputs(base)
     base.config.use_cache = False
     return base
 
