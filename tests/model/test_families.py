@@ -25,6 +25,7 @@ from trainer.export.reload import load_trained
 from trainer.model import attention
 from trainer.model.families import TEXT_KEYS
 from trainer.model.loading import base as load
+from trainer.model.loading.architecture import skeleton
 from trainer.run import session
 
 CPU = torch.device("cpu")
@@ -234,7 +235,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, model_type, fields,
     config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(ModelError, match=message):
-        load.skeleton(load.load_config(compose([f"model.path={tmp_path}"]).config.model))
+        skeleton(load.load_config(compose([f"model.path={tmp_path}"]).config.model))
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path, tiny):

@@ -13,6 +13,7 @@ from trainer.config.compose import compose
 from trainer.config.shelf import recipes
 from trainer.model.adapters import decoder_linears
 from trainer.model.loading import base as load
+from trainer.model.loading.architecture import skeleton
 
 PUBLISHED = {
     "qlora_llama3_8b": (8_030_261_248, "llama"),
@@ -32,7 +33,7 @@ GIB = 2**30
 
 def skeleton_of(recipe: str):
     config = compose([f"recipe={recipe}", "model.weights=random"]).config
-    return config, load.skeleton(load.load_config(config.model))
+    return config, skeleton(load.load_config(config.model))
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)

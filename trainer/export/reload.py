@@ -19,6 +19,7 @@ from trainer.device.find import find_device
 from trainer.errors import DataError, ModelError
 from trainer.export.answering import Say, answer, answer_many
 from trainer.memory.predict.planner import Planner
+from trainer.model.loading.architecture import building
 from trainer.model.loading.base import load_base, load_config
 from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow
@@ -97,7 +98,8 @@ def load_trained(run: Run, folder: Path) -> Trained:
         base = _base(config, dtypes, device)
         # The adapter holds the rows of new tokens and not the tables around them.
         grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
-        peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base
+        with building(f"run={folder}: the adapter in {result.name}/ cannot be loaded"):
+            peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base
         model = base
     else:
         model = AutoModelForCausalLM.from_pretrained(

@@ -5,6 +5,9 @@ What cannot be trained is refused by name before a weight is read, never trained
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -18,6 +21,16 @@ TEXT_KEYS = {
 
 `AutoModelForCausalLM` would build the vision tower as well.
 """
+
+LEFT_OUT = {"gemma3": r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\."}
+"""What of their weights the text decoder does not take."""
+
+HARMLESS = (
+    r"\.rotary_emb\.inv_freq$",  # computed from the configuration; old checkpoints stored it
+    r"\.attn(?:ention)?\.(?:masked_)?bias$",  # the causal mask of GPT-2's days, stored as a buffer
+    r"^v_head\.",  # a value head of reinforcement learning beside the model
+)
+"""Weights in files that a model may leave unread, beside those that transformers knows of each class."""
 
 EXPERTS = (
     "mixture of experts: its experts are stacked tensors and no linear layers, so neither quant nor adapter reach them"
@@ -50,6 +63,21 @@ def text_config(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig,
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
         raise ModelError(f"{where}: {kind} is not a causal language model.")
     return config, None
+
+
+def check_unread(keys: Iterable[str], kind: str, model_class: type[PreTrainedModel], where: str) -> None:
+    """Raises ModelError for weights in the files that the model has no place for: without them it is another model.
+
+    `kind`: the model type that the folder's config.json names.
+    """
+    known = [*HARMLESS, *(model_class._keys_to_ignore_on_load_unexpected or ())]
+    known += [LEFT_OUT[kind]] if kind in LEFT_OUT else []
+    unread = sorted(key for key in keys if not any(re.search(pattern, key) for pattern in known))
+    if unread:
+        raise ModelError(
+            f"{where}: the files hold {len(unread)} weights that this {kind} has no place for, such as {unread[0]}. "
+            "Its config.json is of another model, or says that they are not there (attention_bias and the like)."
+        )
 
 
 def check_modules(skeleton: PreTrainedModel) -> None:

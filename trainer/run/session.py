@@ -29,7 +29,8 @@ from trainer.memory.predict.speed import recomputed_share
 from trainer.memory.run_plan import RunMemory, plan_run
 from trainer.model import attention
 from trainer.model.fused.tiles import check_tiles, tile
-from trainer.model.loading.base import load_base, load_config, load_tokenizer, skeleton
+from trainer.model.loading.architecture import skeleton
+from trainer.model.loading.base import load_base, load_config, load_tokenizer
 from trainer.model.new_tokens import grow
 from trainer.model.offload.activations import Mover
 from trainer.model.offload.block_stream import Source, Stream

@@ -13,7 +13,8 @@ from tests.support import make_model
 from trainer.device.measure import Memory
 from trainer.errors import ConfigError, ModelError
 from trainer.model.attention import PACKED
-from trainer.model.loading.base import load_base, load_config, load_tokenizer, skeleton
+from trainer.model.loading.architecture import skeleton
+from trainer.model.loading.base import load_base, load_config, load_tokenizer
 from trainer.model.model_settings import Model, Weights
 from trainer.model.precision import Dtypes
 from trainer.training.losses import Chunked

@@ -17,6 +17,7 @@ from trainer.config.compose import compose
 from trainer.errors import ConfigError, ModelError, StorageError
 from trainer.model.loading import base as load
 from trainer.model.loading import hub as module
+from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.folder import INDEX, SINGLE
 
 NAME = "some-one/tiny-model"
@@ -283,7 +284,7 @@ def test_own_code_runs_only_with_the_flag_and_a_commit(tiny, tmp_path, monkeypat
     run = compose([*flag, f"model.revision={COMMIT}"])
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     config = load.load_config(run.config.model)
-    load.skeleton(config, True)
+    skeleton(config, True)
     assert (tmp_path / "mark").exists()
 
 

@@ -19,7 +19,8 @@ from trainer.memory.predict.static import Static, count_static
 from trainer.memory.predict.trace import planned_attention, trace
 from trainer.model.checkpointing import Attention, Full, NoCheckpointing
 from trainer.model.checkpointing import Auto as AutoCheckpointing
-from trainer.model.loading.base import planned_config, skeleton
+from trainer.model.loading.architecture import skeleton
+from trainer.model.loading.base import planned_config
 from trainer.model.offload.activations import IN_FLIGHT
 from trainer.model.precision import Auto, Dtypes
 from trainer.units import GIB

@@ -66,7 +66,8 @@ def at_random(base: PreTrainedModel, name: str, module: torch.nn.Module) -> None
 
 
 class FromFiles:
-    """Fills modules from safetensors files, tensor by tensor. Raises ModelError for what is not in them."""
+    """Fills modules from safetensors files, tensor by tensor. Raises ModelError for what is not in them, and for
+    shapes that are not the model's."""
 
     def __init__(self, folder: Path, files: Iterable[str], renamed: dict[str, str] | None, asked: str):
         self.asked = asked
@@ -76,6 +77,26 @@ class FromFiles:
             with safe_open(path, "pt") as tensors:
                 for key in tensors.keys():
                     self._places[_renamed(key, renamed or {})] = (path, key)
+
+    def check_shapes(self, base: PreTrainedModel) -> None:
+        """Against a model on the meta device, before a weight is read."""
+        for name, parameter in base.named_parameters():
+            if name in self._places:
+                path, key = self._places[name]
+                with safe_open(path, "pt") as tensors:
+                    self._check_shape(tensors.get_slice(key).get_shape(), parameter, path, key, base)
+
+    def unread(self, base: PreTrainedModel) -> list[str]:
+        """Keys in the files that stand for nothing in the model."""
+        prefix, names = f"{base.base_model_prefix}.", set(base.state_dict())
+        return [key for name, (_, key) in self._places.items() if not {name, prefix + name} & names]
+
+    def _check_shape(self, shape, parameter: torch.nn.Parameter, path: Path, key: str, base: PreTrainedModel) -> None:
+        if list(shape) != list(parameter.shape):
+            raise ModelError(
+                f"{self.asked}: {key} has the shape {list(shape)} in {path.name}, and {list(parameter.shape)} "
+                f"in this architecture ({base.config.model_type})."
+            )
 
     def __call__(self, base: PreTrainedModel, name: str, module: torch.nn.Module) -> None:
         if module._buffers:
@@ -95,11 +116,7 @@ class FromFiles:
         path, key = found
         with safe_open(path, "pt") as tensors:
             tensor = tensors.get_tensor(key)
-        if tensor.shape != parameter.shape:
-            raise ModelError(
-                f"{self.asked}: {key} has the shape {list(tensor.shape)} in {path.name}, and {list(parameter.shape)} "
-                f"in this architecture ({base.config.model_type})."
-            )
+        self._check_shape(tensor.shape, parameter, path, key, base)
         parameter.copy_(tensor)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,11 +19,11 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from trainer.device.measure import is_out_of_memory
 from trainer.errors import ConfigError, ModelError, closest
-from trainer.model.families import check_modules, text_config
+from trainer.model.families import check_unread, text_config
 from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
+from trainer.model.loading.architecture import building, check_fields, loading, skeleton
 from trainer.model.loading.assemble import FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.loading.quantized_cache import through_cache
@@ -74,7 +73,7 @@ def find(model: Model) -> Source:
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template. Raises ModelError."""
     folder = Path(resolve(model.random_tokenizer)) if model.weights is Weights.random else find(model).folder
-    with _user_errors(f"model.path={model.path}: the tokenizer cannot be loaded"):
+    with building(f"model.path={model.path}: the tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
 
 
@@ -96,8 +95,8 @@ def planned_config(model: Model) -> PretrainedConfig:
             return load_config(model)
         cached = try_to_load_from_cache(path, "config.json", revision=model.revision)
         if isinstance(cached, str):
-            with _user_errors(f"model.path={model.path}: config.json cannot be loaded"):
-                return text_config(AutoConfig.from_pretrained(Path(cached).parent), f"model.path={model.path}")[0]
+            asked = f"model.path={model.path}"
+            return text_config(_read_config(Path(cached).parent, asked), asked)[0]
     return text_config(_written_config(model), "model.architecture")[0]
 
 
@@ -114,14 +113,6 @@ def differences(model: Model, config: PretrainedConfig) -> str | None:
     if not other:
         return None
     return f"{model.path} is not the architecture in the recipe; its own counts: {', '.join(other)}"
-
-
-def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model on the meta device: its shape without its weights. Raises ModelError for what cannot be trained."""
-    with _user_errors(f"model type {config.model_type} is not a causal language model"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    check_modules(model)
-    return model
 
 
 def load_base(
@@ -152,7 +143,7 @@ def _pretrained_base(
     source = find(model)
     if not model.quantized_cache:
         return _from_files(model, source, config, quant, dtypes, device, attention)
-    with _user_errors(f"{source.asked}: the quantised cache cannot be used"):
+    with loading(f"{source.asked}: the quantised cache cannot be used"):
         base = through_cache(
             source,
             config,
@@ -176,7 +167,8 @@ def _from_files(
 ) -> PreTrainedModel:
     _fetch(source)
     own = _own_config(model, source)
-    with _user_errors(f"{source.asked}: the weights cannot be loaded"):
+    _fill(model, source).check_shapes(skeleton(config, model.trust_remote_code))
+    with loading(f"{source.asked}: the weights cannot be loaded"):
         base, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
@@ -195,6 +187,7 @@ def _from_files(
             f"{source.asked}: the weights do not belong to this architecture ({config.model_type}): {len(missing)} "
             f"parameters are not in the files, such as {missing[0]}."
         )
+    check_unread(report["unexpected_keys"], own.model_type, type(base), source.asked)
     return named(base, source)
 
 
@@ -208,6 +201,14 @@ def _fetch(source: Source) -> None:
 def from_files(model: Model, source: Source) -> FromFiles:
     """What fills modules one by one from the model's files, where the base is never whole on the device."""
     _fetch(source)
+    fill, own = _fill(model, source), _own_config(model, source)
+    shape = skeleton(text_config(own, source.asked)[0], model.trust_remote_code)
+    fill.check_shapes(shape)
+    check_unread(fill.unread(shape), own.model_type, type(shape), source.asked)
+    return fill
+
+
+def _fill(model: Model, source: Source) -> FromFiles:
     renamed = text_config(_own_config(model, source), source.asked)[1]
     return FromFiles(source.folder, weight_files(source.folder, source.asked), renamed, source.asked)
 
@@ -219,8 +220,16 @@ def named(base: PreTrainedModel, source: Source) -> PreTrainedModel:
 
 
 def _own_config(model: Model, source: Source) -> PretrainedConfig:
-    with _user_errors(f"{source.asked}: config.json cannot be loaded"):
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=model.trust_remote_code)
+    return _read_config(source.folder, source.asked, model.trust_remote_code)
+
+
+def _read_config(folder: Path, asked: str, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration in a folder's config.json. Raises ModelError."""
+    check_fields(read_json(folder / CONFIG, asked), f"{asked}: {CONFIG}")
+    with building(f"{asked}: {CONFIG} cannot be loaded"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config._attn_implementation = None  # the run's to choose; a name of the hub's would fetch and run its kernels
+    return config
 
 
 def _written_config(model: Model) -> PretrainedConfig:
@@ -257,21 +266,3 @@ def _check_code(model: Model, source: Source) -> None:
         + ("transformers knows this architecture itself: take auto_map out of a local copy. " if known else "")
         + "To run that code after reading it: model.trust_remote_code=true model.revision=COMMIT, on the command line."
     )
-
-
-class _user_errors:
-    """Turns what transformers raises about a user's model into one ModelError."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if kind is not None and issubclass(kind, (OSError, ValueError, KeyError, RuntimeError, SafetensorError)):
-            if is_out_of_memory(error):
-                return False
-            first_line = str(error).strip().split("\n")[0]
-            raise ModelError(f"{self.what}: {first_line}") from error
-        return False
