@@ -25,6 +25,7 @@ from trainer.errors import ConfigError, ModelError
 from trainer.model.attention import PACKED
 from trainer.training import losses
 from trainer.training.frozen_head import frozen_head_sum
+from trainer.training.logits import LogitMap
 from trainer.training.losses import Chunked, Full
 
 TOKENS = random_tokens([9, 30, 4, 17])
@@ -117,7 +118,7 @@ def test_a_frozen_heads_loss_of_extreme_logits():
     """One logit far above the others: the loss of another label is their distance, and nothing overflows."""
     hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     weight = torch.tensor([[2e4, 0.0], [0.0, 0.0], [-2e4, 1.0]])
-    total = frozen_head_sum(hidden, weight, None, torch.tensor([1, 2]), chunk_tokens=1)
+    total = frozen_head_sum(hidden, weight, None, torch.tensor([1, 2]), 1, LogitMap())
     total.backward()
     others = torch.tensor([0.0, 0.0, 1.0])
     assert total.item() == pytest.approx(2e4 + (others.logsumexp(0) - 1).item(), rel=1e-6)

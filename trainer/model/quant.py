@@ -28,6 +28,8 @@ class Quant(Section, ABC):
     """whether bitsandbytes packs the weights in 4 bits"""
     keeps_copies: ClassVar[bool] = False
     """whether its layers hold copies of their weights, which cannot be fetched one block at a time"""
+    rounding: ClassVar[float] = 0.0
+    """relative error that the products' own rounding of inputs can make"""
 
     def problems(self, config):
         if config.adapter.trains_base:
@@ -137,6 +139,8 @@ class Int8(Quant):
     """input columns whose absolute value exceeds this are computed unquantised"""
 
     keeps_copies = True
+    rounding = 1 / 127
+    """a row of inputs has 127 steps; which columns are outliers depends on the rows beside it"""
 
     def config(self, compute_dtype):
         from transformers import BitsAndBytesConfig

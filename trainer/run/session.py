@@ -213,7 +213,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, stages: Stages) -> Ready
     )
     with stages.stage("packing probe"):
         vocab_size = prepared.config.get_text_config().vocab_size
-        check_packing(base, config.loss, dtypes, vocab_size, config.packing.packed)
+        check_packing(base, config.loss, dtypes, vocab_size, config.packing.packed, config.quant.rounding)
     if config.kernels.graphs() is not None:
         with stages.stage("compilation"):
             batch = collate(*prepared.steps.fullest(), config.packing.packed).to(device)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.data.batches.batch import MicroBatch
+    from trainer.training.logits import LogitMap
 
 
 @dataclass
@@ -28,6 +29,9 @@ class Loss(Section, ABC):
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError where the option cannot run on this device or its library is absent."""
+
+    def check_model(self, model: PreTrainedModel) -> None:  # noqa: B027 - the model's own logits fit every model
+        """Raises ModelError where the option would leave out something that this model does to its logits."""
 
     @abstractmethod
     def sum(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
@@ -52,15 +56,24 @@ class Full(Loss):
 class TargetsOnly(Loss):
     """Only target tokens reach the head, and no tensor of all their logits ever exists."""
 
+    def check_model(self, model):
+        from trainer.training.logits import check_logit_map
+
+        check_logit_map(model)
+
     def sum(self, model, batch):
+        from trainer.training.logits import logit_map
+
         hidden = model.get_decoder()(**batch.inputs()).last_hidden_state  # (B, T, H)
         hidden = hidden.flatten(0, 1)[batch.target_index]  # (N, H)
         labels = batch.labels.flatten()[batch.target_index]  # (N,)
-        return self.head_sum(model.get_output_embeddings(), hidden, labels)
+        return self.head_sum(model.get_output_embeddings(), hidden, labels, logit_map(model.config))
 
     @abstractmethod
-    def head_sum(self, head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Summed cross-entropy of labels (N,) under head(hidden) for hidden (N, H)."""
+    def head_sum(
+        self, head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, mapped: LogitMap
+    ) -> torch.Tensor:
+        """Summed cross-entropy of labels (N,) under mapped(head(hidden)) for hidden (N, H)."""
 
 
 @option("loss", "chunked")
@@ -71,7 +84,7 @@ class Chunked(TargetsOnly):
     chunk_tokens: Annotated[int, AT_LEAST_1]
     """target tokens in one chunk of logits"""
 
-    def head_sum(self, head, hidden, labels):
+    def head_sum(self, head, hidden, labels, mapped):
         import torch
         from torch.nn import functional as F
         from torch.utils.checkpoint import checkpoint
@@ -80,9 +93,9 @@ class Chunked(TargetsOnly):
 
         if type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters()):
             hidden = hidden.to(head.weight.dtype)
-            return frozen_head_sum(hidden, head.weight, head.bias, labels, self.chunk_tokens)
+            return frozen_head_sum(hidden, head.weight, head.bias, labels, self.chunk_tokens, mapped)
 
-        if type(head) is torch.nn.Linear and hasattr(F, "linear_cross_entropy"):
+        if type(head) is torch.nn.Linear and mapped.plain and hasattr(F, "linear_cross_entropy"):
             # torch >= 2.13. It fails on mixed dtypes, also under autocast, and its own sum is off in bf16:
             # cast the hidden states, take each token's loss, sum in fp32.
             losses = F.linear_cross_entropy(
@@ -97,7 +110,7 @@ class Chunked(TargetsOnly):
             return losses.float().sum()
 
         def chunk_sum(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(head(h).float(), y, reduction="sum")
+            return F.cross_entropy(mapped(head(h).float()), y, reduction="sum")
 
         total = hidden.new_zeros((), dtype=torch.float32)
         for h, y in zip(hidden.split(self.chunk_tokens), labels.split(self.chunk_tokens), strict=True):
@@ -107,7 +120,7 @@ class Chunked(TargetsOnly):
 
 @dataclass
 class GpuKernel(TargetsOnly):
-    """A library's CUDA kernel for a plain linear head."""
+    """A library's CUDA kernel for a linear head, whose logits it can cap."""
 
     def check(self, device):
         if device.type != "cuda":
@@ -117,7 +130,7 @@ class GpuKernel(TargetsOnly):
                 f"loss={self.name}: the package {self.package} is not installed. Install it, or use loss=chunked."
             )
 
-    def head_sum(self, head, hidden, labels):
+    def head_sum(self, head, hidden, labels, mapped):
         import torch
 
         if type(head) is not torch.nn.Linear:
@@ -125,11 +138,21 @@ class GpuKernel(TargetsOnly):
                 f"loss={self.name}: the output head is a {type(head).__name__}; this kernel takes a plain linear "
                 "layer only. Use loss=chunked."
             )
-        return self.kernel_sum(head, hidden.to(head.weight.dtype), labels)
+        bias = head.bias
+        if mapped.scale != 1.0:  # the kernels know no scale; of a linear head it can be the input's
+            hidden, bias = hidden * mapped.scale, None if bias is None else bias * mapped.scale
+        return self.kernel_sum(hidden.to(head.weight.dtype), head.weight, bias, labels, mapped.cap)
 
     @abstractmethod
-    def kernel_sum(self, head: torch.nn.Linear, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """head_sum for hidden states in the head's dtype."""
+    def kernel_sum(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        cap: float | None,
+    ) -> torch.Tensor:
+        """The sum for hidden states (N, H) in the dtype of weight (V, H); cap as LogitMap's."""
 
 
 @option("loss", "liger")
@@ -139,10 +162,10 @@ class Liger(GpuKernel):
 
     name, module, package = "liger", "liger_kernel", "liger-kernel"
 
-    def kernel_sum(self, head, hidden, labels):
+    def kernel_sum(self, hidden, weight, bias, labels, cap):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head.weight, hidden, labels, head.bias).float()
+        return LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=cap)(weight, hidden, labels, bias).float()
 
 
 @option("loss", "cut_cross_entropy")
@@ -152,10 +175,11 @@ class CutCrossEntropy(GpuKernel):
 
     name, module, package = "cut_cross_entropy", "cut_cross_entropy", "cut-cross-entropy"
 
-    def kernel_sum(self, head, hidden, labels):
+    def kernel_sum(self, hidden, weight, bias, labels, cap):
         from cut_cross_entropy import linear_cross_entropy
 
-        if head.bias is not None:
+        if bias is not None:
             raise ModelError("loss=cut_cross_entropy: its kernel knows no bias in the output head. Use loss=chunked.")
         # Each token's loss, summed in fp32; "auto" skips gradients below the dtype's resolution only.
-        return linear_cross_entropy(hidden, head.weight, labels, reduction="none", filter_eps="auto").float().sum()
+        losses = linear_cross_entropy(hidden, weight, labels, softcap=cap, reduction="none", filter_eps="auto")
+        return losses.float().sum()

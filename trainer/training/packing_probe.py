@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,37 +18,93 @@ if TYPE_CHECKING:
 
     from trainer.training.losses import Loss
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Relative difference of two losses that rounding can explain. Contamination by another sample is far larger."""
+LOSS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+"""Relative differences of two losses, and of two gradients by their norms, that rounding can explain. Another sample in
+view changes a loss of random tokens by percents, and a gradient by about its own size."""
 
 
-@torch.no_grad()
-def check_packing(model: PreTrainedModel, loss: Loss, dtypes: Dtypes, vocab_size: int, packed: bool = True) -> None:
-    """Compares the training path on two short samples with transformers' plain path on each alone.
+def check_packing(
+    model: PreTrainedModel,
+    loss: Loss,
+    dtypes: Dtypes,
+    vocab_size: int,
+    packed: bool = True,
+    rounding: float = 0.0,
+) -> None:
+    """Compares the training path on two short samples with transformers' plain path on each alone: loss and gradients.
 
-    `packed` puts the two in one row, else each in its own padded row: that checks the loss path, too.
-    Random tokens in a fixed order: another sample in view changes such a loss by percents. Raises ModelError.
+    `packed` puts the two in one row, else each in its own padded row: that checks the loss path, too. `rounding`: the
+    relative error of what the base's arithmetic rounds beside its dtype (quant=int8), of which a loss shows a few and a
+    gradient some dozens. What the loss leaves to the
+    model's head is compared apart, at many sizes. Raises ModelError.
     """
-    device = next(model.parameters()).device
-    tokens = _two_samples(vocab_size)
+    loss_share = max(LOSS[dtypes.compute], 4 * rounding)
+    gradient_share = max(GRADIENT[dtypes.compute], 40 * rounding)
     was_training, attention = model.training, model.config._attn_implementation
     model.eval()
+    try:
+        together = _compare(model, loss, dtypes, vocab_size, [[0, 1]], packed)
+        if together.within(loss_share, gradient_share):
+            return
+        apart = _compare(model, loss, dtypes, vocab_size, [[0], [1]], packed)
+    finally:
+        model.set_attn_implementation(attention)
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)
+    if packed and apart.within(loss_share, gradient_share):
+        cause, way_out = "packed samples would see each other", "Use packing=none."
+    else:
+        cause, way_out = "the loss path differs from the model's own, for each sample alone too", "Use loss=full."
+    raise ModelError(
+        f"packing probe: two samples {'in one row' if packed else 'padded'} give a loss of {together.loss:.4f}, each "
+        f"alone {together.expected:.4f} in sum; their gradients differ by {together.gradient:.2%} (rounding explains "
+        f"{loss_share:.2%} of a loss and {gradient_share:.2%} of a gradient). With this model "
+        f"({model.config.model_type}, attention {attention}) {cause}. {way_out}"
+    )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The training path beside the model's own forward."""
+
+    loss: float
+    expected: float
+    gradient: float
+    """norm of the gradients' difference over the norm of the training path's"""
+
+    def within(self, loss_share: float, gradient_share: float) -> bool:
+        return abs(self.loss - self.expected) <= loss_share * abs(self.expected) and self.gradient <= gradient_share
+
+
+def _compare(model, loss: Loss, dtypes: Dtypes, vocab_size: int, rows: list[list[int]], packed: bool) -> _Comparison:
+    """The probe's samples as these rows on the training path, and each alone."""
+    device, tokens = next(model.parameters()).device, _two_samples(vocab_size)
+    attention = model.config._attn_implementation
+    model.zero_grad(set_to_none=True)
+    found = expected = 0.0
+    for row in rows:
+        batch = collate(tokens, np.array(row), packed=packed).to(device)
+        with dtypes.autocast():
+            total = loss.sum(model, batch)
+        total.backward()
+        found += total.item()
+    norm = _gradient_norm(model)
+    model.set_attn_implementation("sdpa" if attention != "eager" else "eager")
     with dtypes.autocast():
-        together = loss.sum(model, collate(tokens, np.array([0, 1]), packed=packed).to(device))
-        model.set_attn_implementation("sdpa" if attention != "eager" else "eager")
-        alone = [_reference(model, collate(tokens, np.array([i]), packed=False).to(device)) for i in range(len(tokens))]
+        loss.check_model(model)
+    for index in range(len(tokens)):
+        batch = collate(tokens, np.array([index]), packed=False).to(device)
+        with dtypes.autocast():
+            total = _reference(model, batch)
+        (-total).backward()  # the gradients of the two ways cancel in place: no second set of them is held
+        expected += total.item()
     model.set_attn_implementation(attention)
-    model.train(was_training)
-    expected = torch.stack(alone).sum()
-    difference = ((together - expected).abs() / expected.abs()).item()
-    if not difference <= TOLERANCE[dtypes.compute]:
-        way_out = "Use packing=none; if that also fails, loss=full." if packed else "Use loss=full."
-        how = "in one row" if packed else "padded"
-        raise ModelError(
-            f"packing probe: two samples {how} give a loss of {together.item():.4f}, each "
-            f"alone {expected.item():.4f} in sum. With this model ({model.config.model_type}, attention {attention}) "
-            f"{'packed samples would see each other, or the' if packed else 'the'} loss path differs. {way_out}"
-        )
+    return _Comparison(found, expected, _gradient_norm(model) / max(norm, 1e-30))
+
+
+def _gradient_norm(model: torch.nn.Module) -> float:
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
 
 def _reference(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
