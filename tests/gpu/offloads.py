@@ -1,34 +1,31 @@
-"""What offload.sh runs: twins, then the 70B's blocks, then the longest row; --dry does it small, on a CPU."""
+"""Offloading: gradients against resident twins, overlap over a 70B's blocks, the longest row of an 8B."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.factories import gradients, random_tokens
+from tests.gpu.prove import Setting, attempt
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.data.batches.batch import collate
 from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.speed import EFFICIENCY, work
 from trainer.model import attention
+from trainer.model.checkpointing import NoCheckpointing, blocks_of
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base, load_config
 from trainer.model.offload.streamed_base import streamed_base
 from trainer.training.throughput import matmul_flops
 from trainer.units import GIB
 
-DEADLINE_SECONDS = 260
-"""The last measurement is made as long as what is left of this; offload.sh ends the process at 300."""
 A = "model.architecture."
 SMALL = [f"{A}hidden_size=256", f"{A}intermediate_size=512", f"{A}num_attention_heads=4", f"{A}num_key_value_heads=2",
          f"{A}vocab_size=1024"]  # fmt: skip
@@ -36,30 +33,18 @@ MEDIUM = [f"{A}hidden_size=2048", f"{A}intermediate_size=5632", f"{A}num_attenti
           f"{A}num_key_value_heads=4", f"{A}vocab_size=4096"]  # fmt: skip
 
 
-def main() -> None:
-    dry = "--dry" in sys.argv[1:]
-    if not dry and not torch.cuda.is_available():
-        sys.exit("no GPU that torch can use; bash tests/gpu/offload.sh --dry runs small on a CPU")
-    device = torch.device("cpu" if dry else "cuda")
-    started, rows = time.perf_counter(), []
-    rate = matmul_flops(device, torch.bfloat16)
-    name = "cpu, dry run" if dry else torch.cuda.get_device_name(device)
-
-    def note(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-
-    note({"device": name, "torch": torch.__version__, "matmul_tflops_bf16": rate / 1e12})
-    for row in twins(device, dry):
-        note(row)
+def results(setting: Setting) -> Iterator[dict[str, Any]]:
+    device, dry = setting.device, setting.dry
+    yield from twins(device, dry)
     for tokens in (64,) if dry else (512, 4096):
         for offload in ("none", "base_cpu", "base_disk"):
-            note(of_70b(device, tokens, offload, dry))
-    note(longest_row(device, rate, started + DEADLINE_SECONDS, dry))
-    if "OUT" in os.environ:
-        Path(os.environ["OUT"], "offload.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    failed = [row for row in rows if row.get("equal") is False]
-    sys.exit(f"{len(failed)} paths differ from their twins" if failed else 0)
+            if setting.seconds_left < 20:
+                yield {"70b": "8 blocks", "offload": offload, "tokens": tokens, "left_out": "no time left"}
+                continue
+            what = {"70b": "8 blocks", "offload": offload, "tokens": tokens}
+            yield attempt(what, lambda tokens=tokens, offload=offload: of_70b(device, tokens, offload, dry))
+    rate = matmul_flops(device, torch.bfloat16)
+    yield attempt({"what": "longest row"}, lambda: longest_row(device, rate, setting))
 
 
 class Run:
@@ -118,9 +103,6 @@ def twins(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
     words = ["recipe=qlora_llama3_8b", "track=local", "model.weights=random", "adapter.dropout=0.1",
              f"{A}num_hidden_layers=8", *(SMALL if dry else MEDIUM)]  # fmt: skip
 
-    def theirs(base: torch.nn.Module) -> None:
-        base.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
-
     def found(more: list[str], policy=None) -> tuple[list[dict[str, torch.Tensor]], float]:
         run = Run(compose([*words, *more]).config, device, policy)
         both = [run.gradients(tokens), run.gradients(tokens)]
@@ -128,15 +110,35 @@ def twins(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
         run.close()
         return both, seconds
 
+    def apart(left, right) -> float:
+        pairs = [(a[key], g) for a, b in zip(left, right, strict=True) for key, g in b.items()]
+        return max(((mine - other).norm() / other.norm()).item() for mine, other in pairs)
+
     expected, kept = found([])
-    trials = {name: [f"offload={name}"] for name in ("activations", "base_cpu", "base_disk")}
-    for name, more in trials.items():
-        actual, seconds = found(more)
-        equal = all(torch.equal(g, a[key]) for e, a in zip(expected, actual, strict=True) for key, g in e.items())
-        yield {"path": name, "equal": equal, "seconds": seconds, "seconds_resident": kept}
+    again, _ = found([])
+    allowed = 2 * apart(expected, again)  # two resident models: on a card flash's backward adds with atomics
+
+    def trial(more: list[str], policy=None) -> dict[str, Any]:
+        actual, seconds = found(more, policy)
+        difference = apart(actual, expected)
+        row = {"difference": difference, "allowed": allowed, "equal": difference <= allowed}
+        return {**row, "seconds": seconds, "seconds_resident": kept}
+
+    for name in ("activations", "base_cpu", "base_disk"):
+        yield attempt({"twin of a resident model": name}, lambda name=name: trial([f"offload={name}"]))
     if not dry:  # it pins memory, which needs a GPU
-        _, seconds = found([], theirs)
-        yield {"path": "transformers' synchronous offload", "seconds": seconds, "seconds_resident": kept}
+        yield attempt({"twin of a resident model": "torch's synchronous save_on_cpu"}, lambda: trial([], _saved_on_cpu))
+
+
+def _saved_on_cpu(base: torch.nn.Module) -> None:
+    """What transformers does where it can offload (5.24; 5.17 cannot): block inputs copied, and waited for."""
+
+    def run(function, *args):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return checkpoint(function, *args, use_reentrant=False)
+
+    for block in blocks_of(base, NoCheckpointing()):
+        block.gradient_checkpointing, block._gradient_checkpointing_func = True, run
 
 
 def of_70b(device: torch.device, tokens: int, offload: str, dry: bool) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def of_70b(device: torch.device, tokens: int, offload: str, dry: bool) -> dict[s
     before = (copies.hidden_share(), copies.copy_seconds, copies.waited_seconds) if copies is not None else None
     moved = run.stream.moved.num_bytes if run.stream is not None else 0
     seconds = [run.step(tokens) for _ in range(3)]
-    row: dict[str, Any] = {"70b": "8 blocks", "offload": offload, "tokens": tokens, "seconds": min(seconds)}
+    row: dict[str, Any] = {"seconds": min(seconds)}
     if copies is not None:
         copies.settle()
         copied, waited = copies.copy_seconds - before[1], copies.waited_seconds - before[2]
@@ -163,15 +165,15 @@ def of_70b(device: torch.device, tokens: int, offload: str, dry: bool) -> dict[s
     return row
 
 
-def longest_row(device: torch.device, rate: float, deadline: float, dry: bool) -> dict[str, Any]:
+def longest_row(device: torch.device, rate: float, setting: Setting) -> dict[str, Any]:
     """One step of the 8B at full depth, as long as the recipe's row where the time left allows it."""
     words = ["recipe=qlora_llama3_8b_long", "track=local", "model.weights=random"]
-    if dry:
+    if setting.dry:
         words += [*SMALL, f"{A}num_hidden_layers=4", "data.max_length=512", "train.micro_batch_tokens=512"]
     config = compose(words).config
     planner = Planner(config)
-    tokens, left = config.train.micro_batch_tokens, deadline - time.perf_counter()
-    while not dry and tokens * work(planner, planner.policy) / (EFFICIENCY * rate) > 0.6 * left:
+    tokens, left = config.train.micro_batch_tokens, setting.seconds_left
+    while not setting.dry and tokens * work(planner, planner.policy) / (EFFICIENCY * rate) > 0.6 * left:
         tokens //= 2
     row: dict[str, Any] = {"longest_row": tokens}
     run = Run(config, device)
@@ -184,10 +186,6 @@ def longest_row(device: torch.device, rate: float, deadline: float, dry: bool) -
         row["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     run.close()
-    if deadline - time.perf_counter() > 40:  # a plan traces rows of this length on the host
+    if setting.seconds_left > 40:  # a plan traces rows of this length on the host
         row["planned_gib"] = planner.predict(tokens=tokens).peak / GIB
     return row
-
-
-if __name__ == "__main__":
-    main()
