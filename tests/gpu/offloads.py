@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.factories import gradients, random_tokens
 from tests.gpu.prove import Setting, attempt
+from tests.gpu.twins import distance
 from trainer.config.compose import compose
 from trainer.config.schema import Config
 from trainer.data.batches.batch import collate
@@ -111,8 +112,7 @@ def twins(device: torch.device, dry: bool) -> Iterator[dict[str, Any]]:
         return both, seconds
 
     def apart(left, right) -> float:
-        pairs = [(a[key], g) for a, b in zip(left, right, strict=True) for key, g in b.items()]
-        return max(((mine - other).norm() / other.norm()).item() for mine, other in pairs)
+        return max(distance(a, b) for a, b in zip(left, right, strict=True))
 
     expected, kept = found([])
     again, _ = found([])

@@ -128,10 +128,11 @@ class Compiled(Kernels):
         import torch
 
         for block in blocks(base):
-            compiled = torch.compile(type(block).forward.__wrapped__, backend=self.backend.value, dynamic=True)
+            forward = type(block).forward  # wrapped from transformers 5.24 on, to be checkpointed
+            compiled = torch.compile(getattr(forward, "__wrapped__", forward), backend=self.backend.value, dynamic=True)
             policy = block._gradient_checkpointing_func if block.gradient_checkpointing else _call
-            # transformers hands the block's own forward to this function: (forward with its arguments bound) and the
-            # hidden states. It is called in training only: evaluation and generation run as they are.
+            # transformers hands the block's own pass to this function, with its arguments bound, and the hidden states.
+            # It is called in training only: evaluation and generation run as they are.
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(_run_compiled, policy, compiled)
 
@@ -212,8 +213,12 @@ def _call(function, *args):
 
 
 def _run_compiled(policy, compiled, call: partial, *args):
-    """What the policy does with a block, on the compiled forward instead of the block's own."""
-    return policy(partial(compiled, *call.args, **call.keywords), *args)
+    """What the policy does with a block, on the compiled forward instead of the block's own.
+
+    transformers 5.24 binds the block as an argument of its forward; 5.17 binds its __call__ to it.
+    """
+    bound = call.args or (call.func.__self__,)
+    return policy(partial(compiled, *bound, **call.keywords), *args)
 
 
 def _kept_bytes(base, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory) -> int:
