@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -37,6 +38,19 @@ def test_summary_and_plan_tell_predicted_and_measured(base_overrides, tmp_path):
         assert words in log, words
     figures = [int(line.split()[-1].replace(",", "")) for line in log.partition("allocator\n")[2].splitlines() if line]
     assert len(figures) > 3 and figures == sorted(figures, reverse=True)
+
+
+def test_the_roofs_matrices_are_in_no_peak(base_overrides, tmp_path, monkeypatch):
+    """They come and go before memory is watched."""
+
+    def greedy(device, dtype):
+        matrix = torch.ones(2**26)  # 256 MiB
+        time.sleep(0.05)
+        return float(matrix[0]) * 1e9
+
+    monkeypatch.setattr(train, "matmul_flops", greedy)
+    summary = train_here(base_overrides, tmp_path)
+    assert summary["peak_memory_gib"] < 0.2
 
 
 def test_the_probe_changes_nothing(base_overrides, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -21,6 +22,7 @@ from tests.factories import (
     random_tokens,
     summed_loss,
 )
+from trainer.memory.predict.live_storages import Tracker
 from trainer.memory.predict.trace import VARLEN, planned_attention
 from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
@@ -322,3 +324,30 @@ def test_fp32_masters_under_bf16_autocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(Full().sum(model, batch))
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=2e-3)
+
+
+@pytest.mark.parametrize(("tokens", "gib"), [(4096, 0.127), (131_072, 4.018)])
+def test_flash_backwards_scratch_of_an_8b(tokens, gib):
+    """dq in fp32, and dk and dv for all 32 query heads of 8 key/value heads (FlashAttention-2's mha_varlen_bwd)."""
+    size = attention.flash_backward_bytes((tokens, 32, 128), (tokens, 8, 128), 1, itemsize=2)
+    assert size / 2**30 == pytest.approx(gib, abs=5e-4)
+    alone = attention.flash_backward_bytes((tokens, 32, 128), (tokens, 32, 128), 1, itemsize=2)
+    assert size - alone == 2 * tokens * 32 * 128 * 2
+
+
+def test_the_plan_counts_flash_backwards_scratch():
+    """While the kernel runs, beside its gradients, and not after."""
+    heads, keys, lengths, size = 4, 2, (40, 24), 48
+    with FakeTensorMode(), Tracker(1) as tracker:
+        q, k, v = (torch.empty(1, n, 64, size, dtype=torch.bfloat16, requires_grad=True) for n in (heads, keys, keys))
+        boundaries = torch.empty(len(lengths) + 1, dtype=torch.int32)
+        out = attention._varlen(q, k, v, None, None, boundaries, 40)
+        grad = torch.empty_like(out)
+        tracker.hold(q, k, v)
+        before, _ = tracker.mark()
+        out.backward(grad)
+        after, peak = tracker.mark()
+    gradients = sum(x.nbytes for x in (q, k, v))
+    scratch = (64 + 2 * 128) * heads * (4 * 64 + 4) + 2 * 64 * heads * size * 2  # heads of 48 are summed as 64
+    assert peak - before >= gradients + scratch
+    assert after - before <= gradients

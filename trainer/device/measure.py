@@ -94,6 +94,8 @@ class Memory:
         self._mallinfo2 = _mallinfo2() if device.type == "cpu" else None
         self._peak = 0
         gc.collect()  # what an earlier run in this process left would go in the middle of this one
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # what was measured or run before is no part of this run
         self.baseline = _held(self._mallinfo2) if device.type == "cpu" else 0
         """bytes held on a CPU before the run, by libraries and Python itself"""
         self.stages: dict[str, Stage] = {}

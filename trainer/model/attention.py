@@ -111,6 +111,21 @@ def asks_for_grouped_heads() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+def flash_backward_bytes(query: torch.Size, key: torch.Size, num_samples: int, itemsize: int) -> int:
+    """Scratch of FlashAttention-2's backward beside dq, dk and dv: query (T, H, D), key (T, K, D).
+
+    mha_varlen_bwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): dq is summed in fp32 with heads
+    rounded up to 32 numbers and 128 rows a sample more, beside a number a row and head; with fewer key/value heads
+    dk and dv are made for every query head and then added up. train.deterministic sums several such dq: not in here.
+    """
+    tokens, heads, size = query
+    rounded = -(-size // 32) * 32 if size <= 192 else 256
+    rows = tokens + 128 * num_samples
+    summed = rows * heads * (4 * rounded + 4)
+    expanded = 2 * tokens * heads * size * itemsize if key[1] != heads else 0
+    return summed + expanded
+
+
 @torch.compiler.disable  # lengths are read on the host: a compiled block calls this as it is (kernels=compiled)
 def _per_sample(query, key, value, scaling, dropout, sliding_window, cu_seqlens):
     """One kernel a sample: the same arithmetic as running each alone. Keys and values are not expanded to H heads."""

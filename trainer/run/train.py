@@ -131,6 +131,8 @@ class TrainingRun:
 
     def _go(self, prepared: Prepared, beginning: Beginning, run_id: str) -> dict[str, Any]:
         config = self.run.config
+        # Before memory is watched: its matrices, 384 MiB on a GPU, would be the peak of a small run.
+        roof = matmul_flops(prepared.device, prepared.dtypes.compute)
         self.memory = memory = self.stack.enter_context(Memory(prepared.device))
         self.situation.where = "loading"
         if prepared.source is not None:
@@ -171,7 +173,7 @@ class TrainingRun:
                 bar=bar,
                 metrics=self.metrics,
                 tracker=self.tracker,
-                matmul_flops=matmul_flops(prepared.device, prepared.dtypes.compute),
+                matmul_flops=roof,
                 held_out=held_out,
                 evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, self.interrupts.check),
                 save=lambda state: self.checkpoints.save(ready.adapted, loop.optimizer, state, rng),

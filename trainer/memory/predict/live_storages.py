@@ -17,6 +17,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trainer.model.attention import flash_backward_bytes
 from trainer.model.checkpointing import may_keep
 
 OPAQUE = ("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",)
@@ -47,6 +48,13 @@ def _gemm_4bit(
         absmax = absmax + absmax_offset
     weight = ops.dequantize_4bit.default(b, absmax, blocksize, quant_type, shape, a.dtype)
     return torch.nn.functional.linear(a, weight, bias)
+
+
+def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, *_):
+    """Flash attention's backward: its three gradients, and its scratch while it runs."""
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    torch.empty(flash_backward_bytes(query.shape, key.shape, len(cu_seq_q) - 1, query.itemsize), dtype=torch.uint8)
+    return gradients
 
 
 class Tracker(TorchDispatchMode):
@@ -122,4 +130,6 @@ def _opened(operation: Any) -> Callable | None:
     name = operation._schema.name
     if name == "bitsandbytes::gemm_4bit":
         return _gemm_4bit
+    if name == "torch_attn::_varlen_attn_backward":
+        return _varlen_backward
     return OPDEFS[name]._init_fn if name in OPAQUE else None
