@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 
+import numpy as np
 import pytest
 
 from tests.support import CHATML_TEMPLATE, chat_rows, make_tokenizer, write_jsonl
 from trainer.config.compose import compose
+from trainer.data.tokens import store
+from trainer.data.tokens.cache import ROOM
 from trainer.data.tokens.store import TOKENS
 from trainer.data.tokens.tokenize import load_tokens
 
@@ -20,6 +25,11 @@ def cache(tmp_path):
 @pytest.fixture
 def file(tmp_path):
     return write_jsonl(tmp_path / "a.jsonl", chat_rows())
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
 
 
 def load(file, cache, *words: str, tokenizer=None):
@@ -101,6 +111,73 @@ def test_a_broken_cache_is_made_again(file, cache, broken):
     tokens, said = load(file, cache)
     assert "hit" not in said.cache and tokens.content_hash() == expected
     assert "hit" in load(file, cache)[1].cache
+
+
+def test_one_flipped_bit_anywhere_is_found_before_arrow_sees_it(file, cache, tokenizer, monkeypatch):
+    """Arrow ends the whole process on some of these: it is called for what was stored alone."""
+    expected = load(file, cache, tokenizer=tokenizer)[0].content_hash()
+    (folder,) = cache.glob("tokens/*")
+    whole = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    opened, real = [], store.open_tokens
+
+    def open_tokens(folder, name):
+        opened.append((folder / TOKENS).read_bytes())
+        return real(folder, name)
+
+    monkeypatch.setattr("trainer.data.tokens.cache.open_tokens", open_tokens)
+    draw = np.random.default_rng(17)
+    for number in range(60):
+        path = list(whole)[number % len(whole)]
+        damaged, bit = bytearray(whole[path]), int(draw.integers(8 * len(whole[path])))
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.unlink()  # what is mapped stays as it is
+        path.write_bytes(damaged)
+        tokens, counts = load(file, cache, tokenizer=tokenizer)
+        assert counts.cache == f"tokens cached in {folder}, anew: what lay there was damaged", (path.name, bit)
+        assert tokens.content_hash() == expected
+        assert {path: path.read_bytes() for path in sorted(folder.iterdir())} == whole
+    assert set(opened) == {whole[folder / TOKENS]}
+
+
+def test_processes_that_make_one_cache_at_once_all_have_it(file, cache):
+    """Forked as one, so that all look before any has stored; half of them find a broken one there."""
+    expected = load(file, cache)[0].content_hash()
+    (folder,) = cache.glob("tokens/*")
+    context, words = multiprocessing.get_context("fork"), ("data.workers=1",)
+    for broken in (False, True):
+        (folder / TOKENS).unlink() if broken else shutil.rmtree(folder)
+        start, found = context.Barrier(4), context.Queue()
+
+        def make(start=start, found=found):
+            tokenizer = make_tokenizer()
+            start.wait()
+            try:
+                tokens, counts = load(file, cache, *words, tokenizer=tokenizer)
+                found.put((tokens.content_hash(), counts.tokens))
+            except BaseException as error:
+                found.put(repr(error))
+
+        processes = [context.Process(target=make) for _ in range(4)]
+        for process in processes:
+            process.start()
+        said = [found.get(timeout=60) for _ in processes]
+        for process in processes:
+            process.join()
+        assert {text for text, *_ in said} == {expected}, said
+        assert "hit" in load(file, cache)[1].cache and not list(cache.glob("tokens/.building-*"))
+
+
+@pytest.mark.parametrize("changed", [path.relative_to(ROOM).as_posix() for path in sorted(ROOM.rglob("*.py"))])
+def test_a_change_in_any_file_of_the_room_is_a_miss(file, cache, tokenizer, tmp_path, monkeypatch, changed):
+    load(file, cache, tokenizer=tokenizer)
+    room = shutil.copytree(ROOM, tmp_path / "room", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("trainer.data.tokens.cache.ROOM", room)
+    assert "hit" in load(file, cache, tokenizer=tokenizer)[1].cache, "a copy is the same code"
+    changed_room = shutil.copytree(room, tmp_path / "changed")
+    with (changed_room / changed).open("a") as stream:
+        stream.write("\n# changed\n")
+    monkeypatch.setattr("trainer.data.tokens.cache.ROOM", changed_room)
+    assert "tokens cached" in load(file, cache, tokenizer=tokenizer)[1].cache
 
 
 def test_a_failure_leaves_nothing(tmp_path, cache):

@@ -1,11 +1,13 @@
 """The token cache: tokens are made anew whenever anything that they depend on has changed, and never otherwise.
 
 A cache is a folder named by a hash over the rows' content, the settings that shape a sample, the tokenizer with its
-chat template, and the code and libraries that made it. It appears whole or not at all.
+chat template, and the code and libraries that made it. It appears whole or not at all, and holds a hash of its own
+content, which is compared before anything else of it is read (1.5 GB a second): one flipped bit, and it is made anew.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,13 +15,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.data_settings import Data
 from trainer.data.sources.files import DataFile
 from trainer.data.tokens.counts import Counts
-from trainer.data.tokens.store import open_tokens
+from trainer.data.tokens.store import TOKENS, open_tokens
 from trainer.data.tokens.token_sets import TokenSet
 from trainer.errors import StorageError
 from trainer.registry import to_plain
@@ -27,7 +30,10 @@ from trainer.registry import to_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COUNTS = "counts.json"
+COUNTS, DIGESTS = "counts.json", "SHA256SUMS"
+
+ROOM = Path(__file__).resolve().parent.parent
+"""The code that turns rows into tokens, whole: a list kept by hand would go stale."""
 
 SHAPING = ("format", "columns", "roles", "max_length", "over_length", "train_on", "on_bad_row")
 """Settings that decide what a row's tokens are."""
@@ -37,6 +43,7 @@ BLOCK = 1 << 20
 
 def cache_key(data: Data, content: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The name of the tokens that these settings make of rows with this content hash."""
+    import jinja2
     import tokenizers
     import transformers
 
@@ -46,7 +53,8 @@ def cache_key(data: Data, content: str, tokenizer: PreTrainedTokenizerBase) -> s
         date.today().isoformat() if "strftime_now" in chat_template else "",
         transformers.__version__,
         tokenizers.__version__,
-        _code_hash(),
+        jinja2.__version__,
+        code_hash(ROOM),
     )
 
 
@@ -97,35 +105,45 @@ def cached(cache_dir: str | None, key: str, name: str, make: Callable[[Path], Co
     except OSError as error:
         said = f"no token cache: {cache_dir} cannot be written ({error.strerror})"
         return _made(Path(tempfile.mkdtemp(prefix="trainer-tokens-")), name, make, said)
+    damaged = folder.exists()
     try:
         with _disk_errors(root):
             counts = make(building)
             (building / COUNTS).write_text(json.dumps(counts.to_json(), ensure_ascii=False), encoding="utf-8")
-            _forget(folder)  # a broken one
-            try:
-                building.rename(folder)
-            except OSError:  # another process made the same tokens meanwhile
-                if _open(folder, name) is None:
-                    raise
+            (building / DIGESTS).write_text(_digests(building))
+            tokens = open_tokens(building, name)  # mapped, they outlast a renaming
+            if _open(folder, name) is None:  # no other process has made them meanwhile
+                _forget(folder)
+                try:
+                    building.rename(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # now it has
+                        raise
     finally:
-        shutil.rmtree(building, ignore_errors=True)
-    counts.cache = f"tokens cached in {folder}"
-    return open_tokens(folder, name), counts
+        _forget(building)
+    counts.cache = f"tokens cached in {folder}" + damaged * ", anew: what lay there was damaged"
+    return tokens, counts
 
 
 def _open(folder: Path, name: str) -> tuple[TokenSet, Counts] | None:
-    """A cache that is whole, else None."""
-    import pyarrow
-
+    """A cache that is byte for byte what was stored, else None."""
     try:
-        counts = Counts.from_json(json.loads((folder / COUNTS).read_text(encoding="utf-8")))
-        tokens = open_tokens(folder, name)
-    except (OSError, ValueError, TypeError, KeyError, pyarrow.ArrowException):
+        if (folder / DIGESTS).read_bytes() != _digests(folder).encode():
+            return None
+    except OSError:
         return None
-    if len(tokens.input_ids) != counts.tokens or len(tokens) != counts.samples:
-        return None
+    counts = Counts.from_json(json.loads((folder / COUNTS).read_text(encoding="utf-8")))
     counts.cache = f"token cache hit: {folder}"
-    return tokens, counts
+    return open_tokens(folder, name), counts
+
+
+def _digests(folder: Path) -> str:
+    """The sha256 of what is stored, as sha256sum writes and checks it. Raises OSError."""
+    lines = []
+    for name in (COUNTS, TOKENS):
+        with (folder / name).open("rb") as stream:
+            lines.append(f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {name}\n")
+    return "".join(lines)
 
 
 def _made(folder: Path, name: str, make: Callable[[Path], Counts], said: str) -> tuple[TokenSet, Counts]:
@@ -162,11 +180,11 @@ class _disk_errors:
         return False
 
 
-def _code_hash() -> str:
-    """Over the code that turns rows into tokens: a newer trainer does not take an older one's tokens."""
-    room = Path(__file__).resolve().parent.parent
+@cache
+def code_hash(room: Path) -> str:
+    """Over every Python file of a folder: a newer trainer does not take an older one's tokens."""
     digest = hashlib.sha256()
-    for file in sorted(room.rglob("*.py")):  # the whole room: a list kept by hand would go stale
+    for file in sorted(room.rglob("*.py")):
         digest.update(hashlib.sha256(file.relative_to(room).as_posix().encode()).digest())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
