@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import MutableMapping
 
 from trainer import __version__
 from trainer.commands.report_error import report
@@ -22,14 +23,14 @@ COMMANDS = {
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
     "doctor": "what this machine can do, and the fix of each problem",
 }
+SPINS = 5000
+"""Turns of a pause instruction, about 0.2 ms: longer than what lies between two operations."""
 HELP_FLAGS = ("-h", "--help")
 
 
 def main() -> int:
     """Entry point; returns the exit code of the contract."""
-    # A waiting OpenMP thread spins by default: beside any other busy process every operation then takes a time slice,
-    # measured 13 times slower. Read when torch loads, so it is set before.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    waiting_threads(os.environ)
     # On a CPU oneDNN and torch's layer over it keep 1,024 compiled primitives each. Packed rows come in many shapes:
     # bf16 filled both. 0.31 GiB at the quickstart's peak against 0.05 with 64, and a fifth more CPU time.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -57,6 +58,17 @@ def main() -> int:
         traceback.print_exc()
         print("trainer: this is a bug, not your mistake: please report it with the lines above", file=sys.stderr)
         return 1
+
+
+def waiting_threads(environment: MutableMapping[str, str]) -> None:
+    """How an OpenMP thread waits for work, where the user does not say: it spins for SPINS turns, then sleeps.
+
+    GNU's library, which torch has on Linux, spins 300,000 turns on an idle machine: beside any other busy process
+    every operation then takes a time slice. Never to spin costs a wake-up every operation (tests/bench/RESULTS.md).
+    Others' (KMP_BLOCKTIME) have no setting shorter than a millisecond. Read when torch loads, so it is set before.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def dispatch(words: list[str]) -> int:

@@ -8,9 +8,12 @@ import time
 import pytest
 import torch
 
-from trainer.device.measure import Memory, is_out_of_memory, rss_peak
+from tests.bench._memory_step import peak_of
+from tests.factories import llama
+from trainer.device.measure import Memory, Pace, is_out_of_memory, rss_peak
 from trainer.errors import OutOfMemoryError
 from trainer.memory.advice.out_of_memory import Situation, advising
+from trainer.model.checkpointing import Full
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -33,10 +36,73 @@ def test_a_tensor_of_64_mib_shows_and_goes():
 def test_the_watching_thread_catches_a_peak_between_two_readings():
     with Memory(CPU) as memory:
         before = memory.read().allocated
+        memory.expect("a tensor")
         tensor = torch.ones(16 * MIB)
-        time.sleep(20 * Memory.INTERVAL_SECONDS)
+        time.sleep(1)
         del tensor
         assert memory.read().peak - before >= 63 * MIB
+
+
+def test_a_peak_inside_backward_is_that_of_the_allocators_events():
+    model = llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=1024).train()
+    Full().apply(model)
+    ids = torch.randint(5, 300, (8, 512))
+
+    def forward() -> torch.Tensor:
+        return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum()
+
+    def step() -> None:
+        forward().backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    peak, live = peak_of(step)
+    with Memory(CPU) as memory:
+        held = memory.read().allocated
+        for size in (1, 2, 3):
+            memory.expect("step", size)
+            step()
+        found = memory.read().peak - held
+        loss = forward()
+        kept = memory.read().allocated - held
+        del loss
+    assert kept < 0.5 * (peak - live), "no height that a look at the end of forward would find"
+    assert found == pytest.approx(peak - live, rel=0.03)
+
+
+def test_a_larger_one_of_a_kind_is_watched_closely_and_the_next_like_it_is_not(monkeypatch):
+    turns = []
+    monkeypatch.setattr(Pace, "turn", lambda self, close, now: turns.append(close))
+    memory = Memory(CPU)
+    for kind, size in (("row", 10), ("row", 10), ("row", 9), ("row", 11), ("evaluation", 5), ("row", 11)):
+        memory.expect(kind, size)
+    assert turns == [True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(("close", "share"), [(True, Pace.CLOSE_SHARE), (False, Pace.SHARE)])
+def test_readings_take_their_share_of_the_time(close, share):
+    cost, seconds = 0.003, 1000.0
+    pace, now, spent = Pace(), 0.0, 0.0
+    pace.turn(close, now)
+    while now < seconds:
+        pace.read(cost, now)
+        spent += cost
+        assert pace.wait(now) > 0.99 * Pace.INTERVAL_SECONDS
+        now += pace.wait(now)
+    assert spent == pytest.approx(share * seconds, rel=0.05)
+
+
+def test_something_new_gets_a_burst_of_readings():
+    pace, now, times = Pace(), 0.0, []
+    pace.read(0.002, now)
+    for begin in (100.0, 200.0):
+        pace.turn(True, begin)
+        now = begin
+        while now < begin + 0.06:
+            times.append(now)
+            pace.read(0.002, now)
+            now += max(pace.wait(now), 1e-9)
+    assert len(times) == 2 * 10, "0.02 s of readings of 0.002 s each, 5 ms apart"
 
 
 def test_a_sample_catches_a_peak_without_the_thread():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import random
 import resource
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
+from trainer.device.malloc import MallInfo2, mallinfo2
 from trainer.device.stages import Stage
 
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "_STATUS_ALLOC_FAILED")
@@ -30,45 +32,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in text for sign in SIGNS) or all(word in text for word in NO_HANDLE)
 
 
-class _MallInfo2(ctypes.Structure):
-    """glibc's struct mallinfo2 (malloc.h)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
-
-
-def _mallinfo2():
-    """glibc's mallinfo2, or None where the C library has none."""
-    try:
-        function = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
-        return None
-    function.restype = _MallInfo2
-    return function
-
-
-def malloc_statistics() -> dict[str, int]:
-    """glibc's mallinfo2 by field; empty where the C library has none."""
-    function = _mallinfo2()
-    if function is None:
-        return {}
-    info = function()
-    return {name: getattr(info, name) for name, _ in _MallInfo2._fields_ if getattr(info, name)}
-
-
 @dataclass(frozen=True)
 class MemoryReading:
     """One reading, in bytes; `peak` is since the last reading."""
@@ -82,16 +45,15 @@ class MemoryReading:
 class Memory:
     """Reads allocated and peak bytes.
 
-    CUDA counts exactly. A CPU has no such counter: malloc's own count is read by a thread every few milliseconds and
-    after every forward pass, where a step's activations are all alive, and what libraries held before the run, which
-    no plan predicts, is taken off.
+    CUDA counts exactly. A CPU has no such counter but malloc's own, which walks all free blocks under the allocator's
+    lock: milliseconds, in which nobody allocates. So a thread reads it for a share of the time only (`Pace`): closely
+    where something comes that has not been before, at random moments otherwise. What libraries held before the run,
+    which no plan predicts, is taken off.
     """
-
-    INTERVAL_SECONDS = 0.005
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._mallinfo2 = _mallinfo2() if device.type == "cpu" else None
+        self._mallinfo2 = mallinfo2() if device.type == "cpu" else None
         self._peak = 0
         gc.collect()  # what an earlier run in this process left would go in the middle of this one
         if device.type == "cuda":
@@ -103,7 +65,11 @@ class Memory:
         self.recording: Callable[[str, int, int], None] | None = None
         """told of every stage, also when it comes again: its name, allocated bytes, highest since the one before"""
         self._stage_peak = 0
-        self._stop = threading.Event()
+        self._largest: dict[Hashable, int] = {}
+        self._pace = Pace()
+        self._stopped = False
+        self._wake = threading.Event()
+        self._reading = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Memory:
@@ -113,9 +79,20 @@ class Memory:
         return self
 
     def __exit__(self, *error) -> None:
-        self._stop.set()
+        self._stopped = True
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
+
+    def expect(self, kind: Hashable, size: int = 1) -> None:
+        """Says what comes next. Where it is larger than all of its kind before it, what happens until the next call
+        can be higher than all that was seen, and is watched closely."""
+        new = size > self._largest.get(kind, 0)
+        if new:
+            self._largest[kind] = size
+        self._pace.turn(new, time.perf_counter())
+        if new:
+            self._wake.set()
 
     def sample(self) -> None:
         """Notes the present height on a CPU; CUDA does so by itself."""
@@ -127,9 +104,10 @@ class Memory:
 
     def at(self, stage: str) -> None:
         """Notes the height, and under the stage's name if it is the first time. Asks nothing of the device."""
-        self.sample()
         if stage in self.stages and self.recording is None:
+            self._sample_if_due()
             return
+        self.sample()
         allocated, gap = self._now()
         peak, self._stage_peak = max(self._stage_peak, allocated), allocated
         self.stages.setdefault(stage, Stage(allocated, peak, allocated + gap))
@@ -162,11 +140,65 @@ class Memory:
         return max(0, _held(self._mallinfo2) - self.baseline)  # libraries may give back what they held
 
     def _watch(self) -> None:
-        while not self._stop.wait(self.INTERVAL_SECONDS):
+        while not self._stopped:
+            self._wake.wait(self._pace.wait(time.perf_counter()))
+            self._wake.clear()
+            self._sample_if_due()
+
+    def _sample_if_due(self) -> None:
+        if self._thread is None or not self._reading.acquire(blocking=False):
+            return  # nobody watches, or the other thread takes one just now
+        if self._pace.wait(time.perf_counter()) <= 0:
+            began = time.thread_time()
             self.sample()
+            self._pace.read(time.thread_time() - began, time.perf_counter())
+        self._reading.release()
 
 
-def _held(mallinfo2: Callable[[], _MallInfo2] | None) -> int:
+class Pace:
+    """When the next reading is due, so that all of them take a small share of a run's time."""
+
+    INTERVAL_SECONDS = 0.005
+    """between two readings at least"""
+    CLOSE_SHARE, SHARE = 0.02, 0.004
+    """of the time, that readings take where something is new, and otherwise"""
+    BURST_SECONDS = 0.02
+    """readings' time that something new may take at once: it may be over before a share of its time is a reading"""
+
+    def __init__(self):
+        self._close = True
+        self._credit, self._credited = self.BURST_SECONDS, 0.0
+        self._due, self._cost = 0.0, 0.0
+        self._random = random.Random(0)  # moments that keep no step with the run's own rhythm
+
+    def turn(self, close: bool, now: float) -> None:
+        """What comes next is new, or not."""
+        self._accrue(now)
+        if close:
+            self._credit, self._due = self.BURST_SECONDS, now
+        elif self._close:
+            self._due = now + self._cost / self.SHARE * self._random.random()
+        self._close = close
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next reading is due."""
+        self._accrue(now)
+        lacking = max(0.0, self._cost - self._credit) / self.CLOSE_SHARE if self._close else 0.0
+        return max(self._due - now, lacking)
+
+    def read(self, cost: float, now: float) -> None:
+        """A reading took `cost` seconds."""
+        self._cost = cost
+        self._credit -= cost
+        pause = 0.0 if self._close else cost / self.SHARE * self._random.uniform(0.5, 1.5)
+        self._due = now + max(self.INTERVAL_SECONDS, pause)
+
+    def _accrue(self, now: float) -> None:
+        earned = (now - self._credited) * self.CLOSE_SHARE if self._close else 0.0
+        self._credit, self._credited = min(self.BURST_SECONDS, self._credit + earned), now
+
+
+def _held(mallinfo2: Callable[[], MallInfo2] | None) -> int:
     """Bytes malloc holds; where it does not count, the resident set."""
     if mallinfo2 is None:
         import psutil

@@ -204,7 +204,7 @@ def statistics(device: torch.device) -> list[tuple[str, str]]:
     if device.type == "cuda":
         found = {k: v for k, v in torch.cuda.memory_stats(device).items() if v}
     else:
-        from trainer.device.measure import malloc_statistics
+        from trainer.device.malloc import malloc_statistics
 
         found = malloc_statistics()
     return [(name, f"{value:,}") for name, value in sorted(found.items(), key=lambda item: -item[1])]

@@ -69,7 +69,7 @@ def train(
     a step broken off by `check_interrupt` leaves nothing behind.
     """
     device = loop.accelerator.device
-    grad_norm = float("nan")
+    grad_norm, stepped = float("nan"), False
     loop.model.train()
     while True:
         after_step(state, grad_norm)
@@ -87,8 +87,10 @@ def train(
         num_targets = sum(batch.num_targets for batch in micro_batches)
         step_loss = torch.zeros((), dtype=torch.float32, device=device)
         flops = step_flops = 0.0
-        for batch in micro_batches:
+        for position, batch in enumerate(micro_batches):
             check_interrupt()
+            # Gradients lie beside all but the first micro-batch, the optimizer's state beside all but the first step.
+            loop.memory.expect(("micro-batch", position > 0, stepped), batch.input_ids.numel())
             flops += loop.arithmetic.flops(batch)
             step_flops += loop.arithmetic.step_flops(batch, loop.recomputed)
             with loop.dtypes.autocast():
@@ -105,8 +107,10 @@ def train(
             else torch.nn.utils.clip_grad_norm_(loop.parameters, loop.max_grad_norm)
         )
         grad_norm = norm.item()  # the one device read of a step
+        loop.memory.expect(("optimizer", stepped))
         if math.isfinite(grad_norm):
             loop.optimizer.step()
+            stepped = True
             loop.memory.at("first step")
             state.skipped_in_a_row = 0
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class Watch:
     def save_now(self, state: State) -> None:
         """A checkpoint of this step, unless it is there already."""
         if state.step > self.saved_step:
+            self.loop.memory.expect("save")
             self.save(state)
             self.saved_step = state.step
 
@@ -104,7 +105,7 @@ class Watch:
     def _evaluate(self, state: State) -> None:
         if self.held_out is None or state.evaluated_step == state.step:
             return
-        result = self.evaluate(self.held_out())
+        result = self.evaluate(self._announced(self.held_out()))
         row = self.metrics.write(
             "eval",
             step=state.step,
@@ -130,6 +131,11 @@ class Watch:
             losses = ", ".join(f"{source} {loss:.4f}" for source, loss in result.by_source.items())
             self.screen.say(f"step {state.step}: held-out loss of each source: {losses}")
         self.loop.memory.sample()
+
+    def _announced(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self.loop.memory.expect("evaluation", batch.input_ids.numel())
+            yield batch
 
     def _report(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
