@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tests.data.batches.test_packing import log_normal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.data.batches.test_packing import log_normal
 from tests.factories import llama, option
 from tests.model.fused.test_modules import Dequantisations, attached, quantised, saved_bytes, step
 from trainer.memory.predict.live_storages import Tracker

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from tests.data.batches.test_packing import log_normal
 
+from tests.data.batches.test_packing import log_normal
 from trainer.data.batches.packing import BestFit
 
 ROWS, REPEATS = 4000, 5
@@ -124,7 +124,7 @@ def memory(model: str, file: str) -> dict[str, float]:
     """Peak resident memory of tokenising the file above that of the libraries, GiB; mapped pages count."""
     from transformers import AutoTokenizer
 
-    import trainer.run.session  # noqa: F401  what a run has loaded by then
+    import trainer.run.train  # noqa: F401  what a run has loaded by then
     from trainer.config.compose import compose
     from trainer.data.tokens.tokenize import load_tokens
 
@@ -151,7 +151,7 @@ def streaming(model: str, file: str) -> dict[str, float]:
     """Peak resident memory of a streamed epoch above that of the libraries, GiB; it tokenises in this process."""
     from transformers import AutoTokenizer
 
-    import trainer.run.session  # noqa: F401  what a run has loaded by then
+    import trainer.run.train  # noqa: F401  what a run has loaded by then
     from trainer.config.compose import compose
     from trainer.data.batches.streamed_steps import StreamedSteps
     from trainer.data.tokens.row_stream import RowStream

@@ -69,13 +69,16 @@ class Stop(Exception):
 def ours(settings: Settings, memory: Memory) -> None:
     """This trainer's own loop, from its own configuration."""
     from trainer.config.compose import compose
-    from trainer.run import session
+    from trainer.run.beginning import Beginning
+    from trainer.run.build import build
+    from trainer.run.clock import Clock
+    from trainer.run.prepare import prepare
     from trainer.training.loop import train
     from trainer.training.state import State, Window, rng_state
 
     run = compose(settings["overrides"])
-    prepared = session.prepare(run, session.Stages())
-    ready = session.build(run, prepared, memory, session.Stages())
+    prepared = prepare(run, Beginning(Path(run.config.output_dir)), Clock())
+    ready = build(run, prepared, memory, Clock())
     referee = Referee(memory)
 
     def after_step(state: State, grad_norm: float) -> None:

@@ -117,7 +117,9 @@ def prepare(model: Path, scratch: Path, policy: str, num_samples: int) -> dict[s
     import torch
 
     from trainer.config.compose import compose
-    from trainer.run import session
+    from trainer.run.beginning import Beginning
+    from trainer.run.clock import Clock
+    from trainer.run.prepare import prepare
 
     torch.set_num_threads(1)
     overrides = [f"model.path={model}", "device=cpu", "precision=fp32", "quant=nf4", "adapter=lora", "adapter.r=16",
@@ -134,7 +136,7 @@ def prepare(model: Path, scratch: Path, policy: str, num_samples: int) -> dict[s
     data = scratch / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     overrides += ["data=file", f"data.path={data}"]
-    prepared = session.prepare(compose(overrides), session.Stages())
+    prepared = prepare(compose(overrides), Beginning(scratch), Clock())
     batches = prepared.steps.step(1)
     samples, packed = [], []
     for batch in batches:

@@ -8,20 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.support import train_here
-from trainer.run import train as train_module
+from trainer.run import export as export_module
 
 
 def test_a_whole_model_reloads_in_plain_transformers_with_equal_logits(
     base_overrides, tiny_tied, tmp_path, monkeypatch
 ):
     kept = {}
-    real = train_module.export
+    real = export_module.export
 
     def export(adapted, base, *rest):
         kept["model"] = base
         return real(adapted, base, *rest)
 
-    monkeypatch.setattr(train_module, "export", export)
+    monkeypatch.setattr(export_module, "export", export)
     run = tmp_path / "run"
     words = [*base_overrides, *tiny_tied.overrides(), "adapter=none", "train.max_steps=2", "optim.learning_rate=1e-3"]
     summary = train_here(words, run)

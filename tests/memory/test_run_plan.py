@@ -14,7 +14,7 @@ from tests.support import metrics, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.errors import OutOfMemoryError
 from trainer.memory import memory_probe as probe_module
-from trainer.run import session, train
+from trainer.run import build, train
 from trainer.training import checkpoint, loop
 
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -156,7 +156,7 @@ def test_auto_trains_within_its_budget(base_overrides, tmp_path):
 
 
 def _break_load(monkeypatch):
-    monkeypatch.setattr(session, "load_base", _raise)
+    monkeypatch.setattr(build, "load_base", _raise)
 
 
 def _break_probe(monkeypatch):
@@ -222,7 +222,7 @@ def test_other_errors_are_left_alone(base_overrides, tmp_path, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(session, "load_base", fails)
+    monkeypatch.setattr(build, "load_base", fails)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         train_here(base_overrides, tmp_path)
 

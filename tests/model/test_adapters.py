@@ -12,7 +12,7 @@ from tests.support import train_here
 from trainer.config.compose import compose
 from trainer.errors import ModelError
 from trainer.model.adapters import decoder_linears, find_targets
-from trainer.run import session
+from trainer.run import build
 
 ENDINGS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
@@ -89,7 +89,7 @@ def test_targets_that_do_not_exist_are_refused_with_what_there_is(wanted, named)
 
 
 def test_wrong_targets_are_refused_before_any_weight_is_read(base_overrides, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "load_base", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(build, "load_base", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(ModelError):
         train_here([*base_overrides, "adapter.target_modules=[q_proj,wrong]"], tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -146,16 +146,16 @@ def test_plain_peft_reopens_the_adapter_with_equal_logits(targets, quant, base_o
     """A1: two tensors a target, B not zero, and no difference at all to the model that was trained."""
     from safetensors.torch import load_file
 
-    from trainer.run import train as train_module
+    from trainer.run import export as export_module
 
     kept = {}
-    real = train_module.export
+    real = export_module.export
 
     def export(adapted, base, *rest):
         kept["model"] = base
         return real(adapted, base, *rest)
 
-    monkeypatch.setattr(train_module, "export", export)
+    monkeypatch.setattr(export_module, "export", export)
     run = tmp_path / "run"
     words = [*base_overrides, f"quant={quant}", f"adapter.target_modules={targets}", "train.max_steps=3"]
     train_here(words, run)

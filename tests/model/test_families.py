@@ -26,7 +26,9 @@ from trainer.model import attention
 from trainer.model.families import TEXT_KEYS
 from trainer.model.loading import base as load
 from trainer.model.loading.architecture import skeleton
-from trainer.run import session
+from trainer.run.beginning import Beginning
+from trainer.run.clock import Clock
+from trainer.run.prepare import prepare
 
 CPU = torch.device("cpu")
 WINDOW = 8
@@ -196,7 +198,7 @@ def test_adapter_reloads_with_peft(trial):
 
 def test_targets_are_what_the_template_makes_the_assistant_say(trial):
     run = compose(trial.overrides)
-    prepared = session.prepare(run, session.Stages())
+    prepared = prepare(run, Beginning(trial.run_dir), Clock())
     style = STYLES[trial.family.style]
     for index, row in enumerate(chat_rows()):
         ids, is_target = prepared.train_set.sample(index)

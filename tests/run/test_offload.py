@@ -107,7 +107,7 @@ def test_a_disk_that_fails_keeps_the_checkpoint(job, tmp_path, monkeypatch):
 def test_host_memory_that_is_too_small_is_said_before_weights_are_read(job, tmp_path, monkeypatch):
     free = type("Memory", (), {"available": 20 * 2**10})
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    monkeypatch.setattr("trainer.run.session.streamed_base", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("trainer.run.build.streamed_base", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(ConfigError, match=r"base_cpu: the blocks of the base take 0\.00 GiB of host memory.*are free"):
         train_here([*job, "offload=base_cpu"], tmp_path / "run")
     assert not (tmp_path / "run").exists()

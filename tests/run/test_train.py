@@ -17,7 +17,9 @@ from tests.processes import in_child
 from tests.support import REPO, metrics, train_here
 from trainer.config.compose import compose
 from trainer.errors import Interrupted, OutOfMemoryError, StorageError
-from trainer.run import session
+from trainer.run import build as build_module
+from trainer.run import export as export_module
+from trainer.run import prepare as prepare_module
 from trainer.run import train as train_module
 from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints, damage
@@ -33,14 +35,14 @@ SUMMARY_FIELDS = (
 ).split()
 
 STAGES = {
-    "tokenise": (session, "load_data", 1),
-    "load": (session, "load_base", 1),
-    "probe": (session, "check_packing", 1),
+    "tokenise": (prepare_module, "load_data", 1),
+    "load": (build_module, "load_base", 1),
+    "probe": (build_module, "check_packing", 1),
     "first evaluation": (train_module, "evaluate", 1),
     "step": (Chunked, "sum", 12),
     "evaluation": (train_module, "evaluate", 2),
     "save": (Checkpoints, "save", 2),
-    "result": (train_module, "export", 1),
+    "result": (export_module, "export", 1),
 }
 """Where the signal comes: at which call of what."""
 

@@ -15,7 +15,7 @@ from tests.processes import in_child
 from tests.support import train_here
 from trainer.errors import StorageError
 from trainer.training import checkpoint as module
-from trainer.training.checkpoint import Checkpoints, damage, load_checkpoint, load_state, seal, write_atomically
+from trainer.training.checkpoint import Checkpoints, damage, load_checkpoint, load_state, seal
 from trainer.training.state import State, Window, rng_state
 
 CPU = torch.device("cpu")
@@ -213,16 +213,3 @@ def test_seal_and_damage_cover_folders_in_folders(tmp_path):
     assert damage(tmp_path) is None
     (tmp_path / "a/b/file").write_bytes(b"x" * 99 + b"y")
     assert damage(tmp_path) == "a/b/file is not as it was written"
-
-
-def test_an_atomic_write_never_shows_a_part(tmp_path, monkeypatch):
-    file = tmp_path / "f"
-    write_atomically(file, "old")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "_flush", full)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(file, "new")
-    assert file.read_text() == "old"

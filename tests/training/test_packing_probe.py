@@ -16,7 +16,7 @@ from trainer.model.attention import PACKED
 from trainer.model.loading.base import load_base, load_config
 from trainer.model.model_settings import Weights
 from trainer.model.precision import Dtypes
-from trainer.run import session
+from trainer.run import build
 from trainer.training.losses import Chunked, Full
 from trainer.training.packing_probe import check_packing
 
@@ -54,7 +54,7 @@ def test_a_run_on_such_an_attention_refuses_to_start(contaminated, base_override
     monkeypatch.setattr(attention, "choose", lambda *_: (contaminated, "a test"))
     with pytest.raises(ModelError, match="packing probe") as error:
         train_here(base_overrides, tmp_path / "run")
-    assert error.value.exit_code == 4 and session.attention is attention
+    assert error.value.exit_code == 4 and build.attention is attention
     assert not (tmp_path / "run" / "adapter").exists()
 
 

@@ -29,7 +29,7 @@ def run(words: list[str]) -> int:
     from trainer.memory.advice.report import full_plan
     from trainer.memory.advice.show import show, show_explanation
     from trainer.memory.predict.planner import Planner
-    from trainer.run.session import check_shape
+    from trainer.run.prepare import check_shape
     from trainer.tracking.console import Screen, quiet_libraries
 
     screen = Screen()

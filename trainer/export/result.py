@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel
 
-from trainer.training.checkpoint import replace_folder
+from trainer.atomic import replace_folder
 from trainer.training.weights import MODEL_FILE, save_trainable
 
 if TYPE_CHECKING:

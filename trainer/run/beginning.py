@@ -1,18 +1,29 @@
-"""What to do in a folder that already holds a run."""
+"""How a run begins in its folder: what it does where one is already, and what it puts there or takes back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config.saved import Run, differences, load_run
+import torch
+
+from trainer.config.saved import Run, differences, load_run, save_run
 from trainer.data.sources.file_marks import FileMark, changes
+from trainer.data.tokens.row_stream import RowStream
+from trainer.data.tokens.tokenize import Tokens
+from trainer.device.find import hardware
 from trainer.errors import StorageError
-from trainer.tracking.run_folder import RunFolder
-from trainer.training.checkpoint import Checkpoints
+from trainer.tracking.run_folder import RunFolder, git_commit, new_run_id, versions
+from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state
+from trainer.training.state import State, rng_state
 from trainer.training.train_settings import Resume
+from trainer.training.weights import trainable_hash
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Config
+    from trainer.run.build import Ready
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
@@ -24,20 +35,44 @@ FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache", "memory.probe"
 class Beginning:
     """How a run starts: fresh, from a checkpoint, or not at all because it is finished."""
 
+    run_dir: Path
+    run_id: str = field(default_factory=new_run_id)
+    state: State = field(default_factory=State)
+    """where it starts from; it becomes the run's"""
     checkpoint: Path | None = None
-    run_id: str | None = None
+    manifest: dict[str, Any] | None = None
     """of the run that is continued"""
     finished: dict[str, Any] | None = None
     """summary of a completed run"""
     changed: tuple[str, ...] = ()
     """settings that it was forced to go on with"""
+    forced: bool = False
+
+    def check_same_data(self, train_set: Tokens | RowStream) -> None:
+        """Raises StorageError where a run would go on with other data than it started with."""
+        known = self.manifest
+        if self.checkpoint is None or known is None or self.forced or known["data_hash"] == train_set.content_hash():
+            return
+        then = {name: FileMark(**mark) for name, mark in known.get("data_files", {}).items()}
+        marks = _marks(train_set)
+        changed = "; ".join(changes(then, marks)) or "its samples would come in another order"
+        text = (
+            f"output_dir={self.run_dir}: the training data has changed since the run began: {changed}. Put the data "
+            "back or choose another output_dir; train.resume=force goes on with it."
+        )
+        if marks:
+            text += (
+                " Streamed files are known by size, time of modification and both ends, not read whole: where a touch "
+                "or a copy changed the time alone, the samples are the same, and force is right."
+            )
+        raise StorageError(text)
 
 
 def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[[str], None]) -> Beginning:
     """Looks into the folder. Raises StorageError where it holds another run, or where resuming is not wanted."""
     saved = load_run(folder.path)
     if saved is None:
-        return Beginning()
+        return Beginning(folder.path)
     resume = run.config.train.resume
     if resume is Resume.never:
         raise StorageError(
@@ -53,30 +88,61 @@ def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[
         )
     summary, manifest = folder.summary(), folder.manifest()
     if summary is not None and summary["status"] == "completed" and not changed:
-        return Beginning(finished=summary)
-    run_id = manifest["run_id"] if manifest else None
-    return Beginning(checkpoint=checkpoints.newest(say), run_id=run_id, changed=told)
-
-
-def check_same_data(
-    folder: RunFolder, beginning: Beginning, data_hash: str, marks: dict[str, FileMark], resume: Resume
-) -> None:
-    """Raises StorageError where a run would go on with other data than it started with.
-
-    `marks`: of the files of streamed data, which are not read whole to compare them.
-    """
-    manifest = folder.manifest()
-    if beginning.checkpoint is None or manifest is None or resume is Resume.force or manifest["data_hash"] == data_hash:
-        return
-    then = {name: FileMark(**mark) for name, mark in manifest.get("data_files", {}).items()}
-    changed = "; ".join(changes(then, marks)) or "its samples would come in another order"
-    text = (
-        f"output_dir={folder.path}: the training data has changed since the run began: {changed}. Put the data back "
-        "or choose another output_dir; train.resume=force goes on with it."
+        return Beginning(folder.path, finished=summary)
+    checkpoint = checkpoints.newest(say)
+    return Beginning(
+        folder.path,
+        run_id=manifest["run_id"] if manifest else new_run_id(),
+        state=State() if checkpoint is None else load_state(checkpoint),
+        checkpoint=checkpoint,
+        manifest=manifest,
+        changed=told,
+        forced=resume is Resume.force,
     )
-    if marks:
-        text += (
-            " Streamed files are known by size, time of modification and both ends, not read whole: where a touch or "
-            "a copy changed the time alone, the samples are the same, and force is right."
-        )
-    raise StorageError(text)
+
+
+def take_folder(run: Run, folder: RunFolder) -> None:
+    """The folder is this run's from here on."""
+    folder.file("summary.json").unlink(missing_ok=True)
+    save_run(run, folder.path)
+
+
+def restore(run: Run, beginning: Beginning, folder: RunFolder, ready: Ready) -> dict[str, torch.Tensor]:
+    """Puts everything of the checkpoint back, or writes a fresh run's manifest; returns the generators' states."""
+    prepared = ready.prepared
+    if beginning.checkpoint is None:
+        folder.write("manifest.json", _manifest(run.config, ready, beginning.run_id))
+        return rng_state(prepared.device)
+    rng = load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, prepared.device, beginning.changed)
+    take_folder(run, folder)  # not before: a run that cannot go on leaves it as it was
+    if beginning.manifest is not None and beginning.forced:
+        folder.write("manifest.json", {**beginning.manifest, **_data(prepared.train_set)})  # what it goes on with
+    return rng
+
+
+def _manifest(config: Config, ready: Ready, run_id: str) -> dict[str, Any]:
+    """What the run is made from."""
+    prepared = ready.prepared
+    return {
+        "run_id": run_id,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "model": config.model.path,
+        "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
+        "weights": config.model.weights.value,
+        **_data(prepared.train_set),
+        "seed": config.seed,
+        "fresh_adapter_hash": trainable_hash(ready.adapted),
+        "hardware": hardware(prepared.device),
+    }
+
+
+def _data(train_set: Tokens | RowStream) -> dict[str, Any]:
+    """What the manifest knows the data by: a run that goes on with other data is refused."""
+    files = {name: mark.to_json() for name, mark in _marks(train_set).items()}
+    return {"data_hash": train_set.content_hash(), "data_files": files}
+
+
+def _marks(train_set: Tokens | RowStream) -> dict[str, FileMark]:
+    """Of the files of a stream; what is read whole is known by its tokens."""
+    return train_set.marks if isinstance(train_set, RowStream) else {}

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.memory.predict.moved import moved_blocks
 from trainer.model.offload.block_sources import FileSource
 from trainer.tracking.console import Screen
-from trainer.tracking.metrics import Metrics
 from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.run_plan import RunMemory
-    from trainer.model.offload.activations import Mover
     from trainer.model.offload.block_stream import Stream
+    from trainer.run.build import Ready
+    from trainer.run.journal import Journal
 
 WAITING = 0.1
 """Share of the time from which a run says that its source is too slow for it."""
 
 
-def say_where(screen: Screen, stream: Stream, plan: RunMemory) -> None:
-    """At the start: what will be moved, and for files how fast the disk is."""
+def say_start(screen: Screen, ready: Ready) -> None:
+    """At the start: what will be moved in this run, if anything."""
+    prepared = ready.prepared
+    if ready.stream is not None:
+        _say_where(screen, ready.stream, prepared.plan)
+    if prepared.plan.policy.moves_inputs:
+        _say_inputs(screen, prepared.plan, prepared.device.type)
+
+
+def told(ready: Ready, journal: Journal) -> Callable[[], None]:
+    """To be called after every step: tells what was moved after the first of this process and after the last."""
+    begun_step, begun_seconds = journal.state.step, journal.state.seconds
+
+    def after_step() -> None:
+        step, seconds = journal.state.step, journal.state.seconds - begun_seconds
+        if step in (begun_step + 1, ready.loop.steps.num_steps):
+            _report(ready, journal, seconds)
+
+    return after_step
+
+
+def _say_where(screen: Screen, stream: Stream, plan: RunMemory) -> None:
+    """What of the frozen blocks, and for files how fast the disk is."""
     depth = len(stream.blocks)
     sizes = [block.size for block in stream.blocks]
     moved = moved_blocks(plan.policy, depth) * sum(sizes) / depth
@@ -33,8 +55,8 @@ def say_where(screen: Screen, stream: Stream, plan: RunMemory) -> None:
     screen.say(words)
 
 
-def say_inputs(screen: Screen, plan: RunMemory, device_type: str) -> None:
-    """At the start: what of the blocks' inputs is in host memory."""
+def _say_inputs(screen: Screen, plan: RunMemory, device_type: str) -> None:
+    """What of the blocks' inputs is in host memory."""
     size = plan.planner.moved_inputs(plan.policy)
     words = f"offload: {size / GIB:.3f} GiB of block inputs in host memory, moved there and back each micro-batch"
     if device_type == "cpu":
@@ -42,15 +64,17 @@ def say_inputs(screen: Screen, plan: RunMemory, device_type: str) -> None:
     screen.say(words)
 
 
-def report(screen: Screen, metrics: Metrics, moving: Stream | Mover, step: int, seconds: float) -> None:
+def _report(ready: Ready, journal: Journal, seconds: float) -> None:
     """What was moved since the beginning, and whether the computation hid it; `seconds` went by in steps."""
-    hidden, copies = moving.copies.hidden_share(), moving.copies
+    moving = ready.stream or ready.mover
+    hidden = None if moving is None else moving.copies.hidden_share()
     if hidden is None:
         return
+    copies = moving.copies
     rate = moving.moved_bytes / copies.copy_seconds
-    metrics.write(
+    journal.row(
         "offload",
-        step=step,
+        step=journal.state.step,
         what=moving.what,
         moved_gib=moving.moved_bytes / GIB,
         copy_seconds=copies.copy_seconds,
@@ -66,4 +90,4 @@ def report(screen: Screen, metrics: Metrics, moving: Stream | Mover, step: int, 
         words += ". More tokens a micro-batch hide more" + (
             "; a faster disk: offload.folder" if isinstance(getattr(moving, "source", None), FileSource) else ""
         )
-    screen.say(words)
+    journal.screen.say(words)

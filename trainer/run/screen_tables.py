@@ -12,7 +12,9 @@ from trainer.device.measure import Memory
 from trainer.device.stages import fragmentation, sentence
 from trainer.model.fused import modules as fused
 from trainer.model.loading import base as load
-from trainer.run.session import Prepared, Ready, Stages
+from trainer.run.build import Ready
+from trainer.run.clock import Clock
+from trainer.run.prepare import Prepared
 from trainer.tracking.console import Screen
 from trainer.units import GIB
 
@@ -88,7 +90,7 @@ def _data(data: Data, prepared: Prepared) -> list[tuple[str, str]]:
 
 
 def end_table(
-    screen: Screen, summary: dict[str, Any], stages: Stages, memory: Memory, run_dir: Path, tracking: str
+    screen: Screen, summary: dict[str, Any], clock: Clock, memory: Memory, run_dir: Path, tracking: str
 ) -> None:
     """What came out."""
     rows = [
@@ -115,7 +117,7 @@ def end_table(
         ("", f"allocated by stage: {sentence(memory.stages)} GiB"),
         ("fragmentation", fragmentation(memory.stages, memory.device.type)),
         ("time to first step", _stages(summary["stages_to_first_step"])),
-        ("time", f"{summary['wall_seconds']:.1f} s: {stages.sentence()}"),
+        ("time", f"{summary['wall_seconds']:.1f} s: {clock.sentence()}"),
         ("result", str(run_dir / summary["adapter"])),
         ("tracking", tracking),
     ]

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from trainer.atomic import write_atomically
 from trainer.errors import StorageError
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hydra-core", "wandb")
@@ -47,6 +48,13 @@ class RunFolder:
         """Raises StorageError where the folder is not for this."""
         check_usable(self.path)
 
+    def __enter__(self) -> RunFolder:
+        self.open()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
@@ -63,6 +71,10 @@ class RunFolder:
 
     def file(self, name: str) -> Path:
         return self.path / name
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """A JSON file, whole or not at all."""
+        write_atomically(self.file(name), json.dumps(content, indent=1, ensure_ascii=False))
 
     def summary(self) -> dict[str, Any] | None:
         """summary.json of a run that ended, or None."""

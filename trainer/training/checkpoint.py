@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from trainer.atomic import flush, replace_folder, write_atomically
 from trainer.errors import StorageError
 from trainer.training.optimizer_state import load_optimizer, save_optimizer
 from trainer.training.state import State, set_rng_state
@@ -144,7 +144,7 @@ def seal(folder: Path, facts: dict) -> None:
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
-            _flush(file)
+            flush(file)
             files[str(file.relative_to(folder))] = _sha256(file)
     write_atomically(folder / MANIFEST, json.dumps({**facts, "files": files}, indent=1))
 
@@ -165,33 +165,6 @@ def damage(folder: Path) -> str | None:
     if STATE not in files:
         return f"{STATE} is missing"
     return None
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """The file has its old content or the new one, never a part."""
-    building = file.with_name(f".{file.name}.building")
-    building.write_text(text)
-    _flush(building)
-    os.replace(building, file)
-
-
-def replace_folder(building: Path, target: Path) -> None:
-    """Renames a finished folder to its name, replacing one that is there."""
-    old = target.with_name(f".old-{target.name}")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(target, old)
-    os.rename(building, target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(file: Path) -> str:

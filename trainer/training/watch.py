@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.batches.batch import MicroBatch
-from trainer.tracking.console import Bar, Screen
-from trainer.tracking.metrics import Metrics
+from trainer.tracking.console import Bar
 from trainer.training.evaluate import Evaluation
 from trainer.training.loop import Loop
 from trainer.training.state import State, Window
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.tracking.trackers import Tracker
     from trainer.training.train_settings import Train
 
 
@@ -25,10 +23,11 @@ class Watch:
 
     train: Train
     loop: Loop
-    screen: Screen
+    say: Callable[..., None]
+    """Screen.say"""
+    row: Callable[..., dict[str, Any]]
+    """writes a row of metrics: its event, and its values by name; returns it"""
     bar: Bar
-    metrics: Metrics
-    tracker: Tracker | None
     matmul_flops: float
     """operations a second that this device reaches in matrix products; MFU is the share of them"""
     held_out: Callable[[], Iterable[MicroBatch]] | None
@@ -36,8 +35,6 @@ class Watch:
     save: Callable[[State], Any]
     saved_step: int = 0
     """step of the newest checkpoint"""
-    peak_memory: int = 0
-    """highest allocated bytes so far"""
     _skipped: int = 0
 
     def after_step(self, state: State, grad_norm: float) -> None:
@@ -46,8 +43,8 @@ class Watch:
         if state.skipped_steps > self._skipped:
             self._skipped = state.skipped_steps
             if state.skipped_in_a_row:
-                self._report(self.metrics.write("skipped", step=state.step, grad_norm=grad_norm))
-                self.screen.say(f"step {state.step}: skipped, its gradient norm is {grad_norm}", style="yellow")
+                self.row("skipped", step=state.step, grad_norm=grad_norm)
+                self.say(f"step {state.step}: skipped, its gradient norm is {grad_norm}", style="yellow")
         at_end = state.step == self.loop.steps.num_steps
         if state.step > state.logged_step and (at_end or state.step % self.train.log_every == 0):
             self._log(state, grad_norm)
@@ -71,10 +68,10 @@ class Watch:
         window, position = state.window, self.loop.steps.position(state.step)
         loss = float(window.loss_sum) / window.num_targets  # reads the device
         memory = self.loop.memory.read()
-        self.peak_memory = state.peak_memory = max(self.peak_memory, memory.peak)
+        state.peak_memory = max(state.peak_memory, memory.peak)
         roof = window.seconds * self.matmul_flops
         mfu = window.flops / roof
-        row = self.metrics.write(
+        row = self.row(
             "train",
             step=state.step,
             epoch=None if position.epochs_done is None else round(position.epochs_done, 4),
@@ -92,8 +89,7 @@ class Watch:
             rss_peak_gib=memory.rss_peak / GIB,
             seconds=state.seconds,
         )
-        self._report(row)
-        self.screen.say(
+        self.say(
             f"step {state.step:>{len(str(self.loop.steps.num_steps))}}/{self.loop.steps.num_steps}"
             f"  loss {loss:.4f}  lr {row['learning_rate']:.2e}  grad norm {grad_norm:.3f}"
             f"  {row['tokens_per_second']:,.0f} tokens/s"
@@ -106,7 +102,7 @@ class Watch:
         if self.held_out is None or state.evaluated_step == state.step:
             return
         result = self.evaluate(self._announced(self.held_out()))
-        row = self.metrics.write(
+        self.row(
             "eval",
             step=state.step,
             eval_loss=result.loss,
@@ -114,7 +110,6 @@ class Watch:
             num_targets=result.num_targets,
             **{f"eval_loss/{source}": loss for source, loss in result.by_source.items()},
         )
-        self._report(row)
         state.evaluated_step, state.eval_loss = state.step, result.loss
         self.saved_step = min(self.saved_step, state.step - 1)  # a checkpoint of this step does not know it yet
         if state.step == 0:
@@ -122,24 +117,20 @@ class Watch:
         best = ""
         if state.step > 0 and (state.best_eval_loss is None or result.loss < state.best_eval_loss):
             state.best_eval_loss, state.best_step, best = result.loss, state.step, "  (best)"
-        self.screen.say(
+        self.say(
             f"step {state.step}: held-out loss {result.loss:.4f}, perplexity {result.perplexity:.2f}"
             f" over {result.num_targets:,} targets{best}",
             style="green",
         )
         if result.by_source:
             losses = ", ".join(f"{source} {loss:.4f}" for source, loss in result.by_source.items())
-            self.screen.say(f"step {state.step}: held-out loss of each source: {losses}")
+            self.say(f"step {state.step}: held-out loss of each source: {losses}")
         self.loop.memory.sample()
 
     def _announced(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self.loop.memory.expect("evaluation", batch.input_ids.numel())
             yield batch
-
-    def _report(self, row: dict[str, Any]) -> None:
-        if self.tracker is not None:
-            self.tracker.log(row)
 
 
 def _every(step: int, every: int) -> bool:

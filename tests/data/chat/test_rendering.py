@@ -125,7 +125,7 @@ def job(model, chats, *more):
 @pytest.mark.parametrize("command", [["train"], ["data"]], ids=["train", "data"])
 def test_a_hostile_model_ends_every_command_before_its_weights(command, hostile, chats, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    monkeypatch.setattr("trainer.run.session.load_base", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("trainer.run.build.load_base", lambda *_: pytest.fail("weights were read"))
     assert here(*command, *job(hostile, chats), f"output_dir={out}") == 4
     said = capsys.readouterr().err
     assert f"the chat template of {hostile} was stopped" in said and "data.chat_template=" in said

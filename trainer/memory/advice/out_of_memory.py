@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,42 +20,38 @@ if TYPE_CHECKING:
 WAYS = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Situation:
-    """What is known when memory runs out; filled as the run goes on."""
+    """What is known when memory runs out."""
 
     device: torch.device
-    where: str = "the start"
-    plan: RunMemory | None = None
-    longest_sample: int | None = None
-    last_checkpoint: str | None = None
-    peak: int = 0
+    where: str
+    plan: RunMemory
+    longest_sample: int
+    last_checkpoint: str | None
+    peak: int
     """highest allocated bytes read so far"""
 
 
 @contextmanager
-def advising(situation: Situation, last_checkpoint=lambda: None) -> Iterator[None]:
-    """Turns an allocator's failure into an OutOfMemoryError."""
+def advising(situation: Callable[[], Situation]) -> Iterator[None]:
+    """Turns an allocator's failure into an OutOfMemoryError; `situation` is asked then."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        situation.last_checkpoint = last_checkpoint()
-        raise OutOfMemoryError(message(situation, error)) from error
+        raise OutOfMemoryError(message(situation(), error)) from error
 
 
 def message(situation: Situation, error: BaseException) -> str:
     """The whole block."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     lines = [f"at {situation.where}: {first}", f"  {_held(situation)}"]
-    if situation.longest_sample is not None:
-        lines.append(f"  longest sample: {situation.longest_sample} tokens")
+    lines.append(f"  longest sample: {situation.longest_sample} tokens")
     kept = f"checkpoint kept: {situation.last_checkpoint}" if situation.last_checkpoint else "no checkpoint yet"
     lines.append(f"  {kept}")
-    if situation.plan is not None:
-        lines += _ways(situation.plan)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_ways(situation.plan)])
 
 
 def _held(situation: Situation) -> str:
@@ -69,11 +65,8 @@ def _held(situation: Situation) -> str:
         words += f", reserved {reserved / GIB:.2f} GiB of which {gap / GIB:.2f} are fragmentation"
         if gap > reserved / 10:
             words += " (PYTORCH_ALLOC_CONF=expandable_segments:True helps)"
-    if situation.plan is not None:
-        words += (
-            f", predicted {situation.plan.prediction.peak / GIB:.2f} GiB at {situation.plan.prediction.highest.name}"
-        )
-    return words
+    prediction = situation.plan.prediction
+    return f"{words}, predicted {prediction.peak / GIB:.2f} GiB at {prediction.highest.name}"
 
 
 def _ways(plan: RunMemory) -> list[str]:

@@ -1,0 +1,133 @@
+"""Weights, adapter and optimizer: what is prepared becomes a run that can take its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.config.saved import Run
+from trainer.config.schema import Config
+from trainer.data.batches.batch import MicroBatch, collate
+from trainer.data.batches.loader import evaluation_batches
+from trainer.device.measure import Memory
+from trainer.memory.predict.speed import recomputed_share
+from trainer.model import attention
+from trainer.model.fused.tiles import tile
+from trainer.model.loading.base import load_base
+from trainer.model.new_tokens import grow
+from trainer.model.offload.activations import Mover
+from trainer.model.offload.block_stream import Stream
+from trainer.model.offload.streamed_base import streamed_base
+from trainer.run.clock import Clock
+from trainer.run.prepare import Prepared
+from trainer.training.loop import Loop
+from trainer.training.packing_probe import check_packing
+from trainer.training.throughput import count_arithmetic
+from trainer.training.weights import total_parameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Ready:
+    """A run that can take its first step."""
+
+    prepared: Prepared
+    loop: Loop
+    adapted: torch.nn.Module
+    """the PEFT model around loop.model, or loop.model itself"""
+    held_out: Callable[[], Iterable[MicroBatch]] | None
+    """makes the held-out micro-batches"""
+    attention: str
+    trainable_parameters: int
+    total_parameters: int
+    stream: Stream | None
+    """what brings the frozen blocks"""
+    mover: Mover | None
+    """what keeps block inputs in host memory"""
+
+    def close(self) -> None:
+        """Called when the run ends, however it does."""
+        if self.mover is not None:
+            self.mover.copies.close()
+        if self.stream is not None:
+            self.stream.close()
+
+
+def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
+    """Weights, adapter, checkpointing and optimizer; ends with the packing probe."""
+    config, device, dtypes = run.config, prepared.device, prepared.dtypes
+    chosen, why = "sdpa", "padded rows"
+    if config.packing.packed:
+        chosen, why = attention.choose(prepared.config, device, dtypes.compute)
+    with clock.stage("weights"):
+        torch.manual_seed(config.seed)
+        base, stream = _load(config, prepared, chosen)
+    memory.at("weights loaded")
+    with clock.stage("adapter"):
+        torch.manual_seed(config.seed)
+        adapted = _adapt(config, prepared, base)
+        parameters = [p for p in adapted.parameters() if p.requires_grad]
+        optimizer = config.optim.build(parameters)
+    memory.at("adapter attached")
+    trainable, total = total_parameters(adapted)
+    base_trains = trainable == total
+    loop = Loop(
+        model=base,
+        parameters=parameters,
+        optimizer=optimizer,
+        schedule=config.schedule,
+        loss=config.loss,
+        steps=prepared.steps,
+        dtypes=dtypes,
+        accelerator=config.engine.build(cpu=device.type == "cpu"),
+        arithmetic=count_arithmetic(prepared.skeleton, 0 if base_trains else trainable, base_trains),
+        recomputed=recomputed_share(prepared.plan.planner, prepared.plan.policy),
+        memory=memory,
+        max_grad_norm=config.train.max_grad_norm,
+        peak_learning_rate=config.optim.learning_rate,
+    )
+    _check(config, prepared, loop, clock)
+    held_out = None
+    if prepared.held_out is not None:
+        tokens = prepared.held_out
+
+        def held_out() -> Iterable[MicroBatch]:
+            return evaluation_batches(tokens, config.packing, prepared.plan.train)
+
+    mover = getattr(prepared.plan.policy, "mover", None)
+    return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover)
+
+
+def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTrainedModel, Stream | None]:
+    """The frozen base, on the device or streamed to it."""
+    what = (config.model, prepared.config, config.quant, prepared.dtypes, prepared.device, attention)
+    if prepared.source is None:
+        return load_base(*what), None
+    return streamed_base(*what, prepared.source)
+
+
+def _adapt(config: Config, prepared: Prepared, base: PreTrainedModel) -> torch.nn.Module:
+    """Puts into the base what trains, and what changes how it computes; returns the PEFT model around it, if any."""
+    new_ids = prepared.tokenizer.convert_tokens_to_ids(config.model.new_tokens)
+    grow(base, new_ids)
+    adapted = config.adapter.attach(base, new_ids)
+    tile(base, config.model.mlp_tiles)
+    prepared.plan.policy.apply(base)
+    config.kernels.install(base)
+    return adapted
+
+
+def _check(config: Config, prepared: Prepared, loop: Loop, clock: Clock) -> None:
+    """Packed samples do not see each other, and compiled code computes what plain code does. Raises ModelError."""
+    with clock.stage("packing probe"):
+        vocab_size = prepared.config.get_text_config().vocab_size
+        check_packing(loop.model, config.loss, loop.dtypes, vocab_size, config.packing.packed, config.quant.rounding)
+    if config.kernels.graphs() is not None:
+        with clock.stage("compilation"):
+            batch = collate(*prepared.steps.fullest(), config.packing.packed).to(prepared.device)
+            config.kernels.verify(loop.model, config.loss, loop.dtypes, batch, loop.memory)

@@ -1,0 +1,63 @@
+"""The end of a run: adapter/ or model/, held-out prompts answered side by side, summary.json and the last table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftModel
+
+from trainer.config.saved import Run
+from trainer.data.chat.encoder import Encoder
+from trainer.data.data_settings import TrainOn
+from trainer.data.tokens.tokenize import openings
+from trainer.export.answering import answer
+from trainer.export.result import export, stop_tokens
+from trainer.memory.snapshot import statistics
+from trainer.run.build import Ready
+from trainer.run.disk import storage_errors
+from trainer.run.journal import Journal
+from trainer.run.screen_tables import answers_table, end_table
+
+MAX_NEW_TOKENS = 64
+
+
+def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
+    """Writes the result and tells what came out; returns the summary."""
+    journal.doing = "writing the result"
+    prepared, run_dir, clock = ready.prepared, journal.folder.path, journal.clock
+    ends = stop_tokens(prepared.steps.ends(), prepared.tokenizer)
+    with clock.stage("result"), storage_errors(run_dir):
+        name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir)
+    answers = []
+    if prepared.held_out is not None and run.config.train.compare_prompts:
+        with clock.stage("answers"):
+            answers = held_out_answers(ready, ends, run.config.train.compare_prompts)
+    summary = {**journal.summary("completed"), "adapter": name, "answers": answers}
+    journal.finish(summary)
+    answers_table(journal.screen, answers)
+    end_table(journal.screen, summary, clock, journal.memory, run_dir, journal.where)
+    if run.config.memory.stats:
+        journal.screen.table("allocator", statistics(prepared.device))
+    return summary
+
+
+def held_out_answers(ready: Ready, end_tokens: list[int], count: int) -> list[dict[str, str]]:
+    """Up to `count` held-out dialogues: their last prompt, the expected answer, the base's and the trained one's.
+
+    Without an adapter the base is gone, so only the trained model answers.
+    """
+    prepared, model = ready.prepared, ready.loop.model
+    encoder = Encoder(prepared.tokenizer, TrainOn.assistant)
+    answers = []
+    for messages, expected in openings(prepared.held_out, count):
+
+        def ask() -> str:
+            return answer(model, encoder, messages, end_tokens, MAX_NEW_TOKENS, prepared.dtypes)  # noqa: B023
+
+        row = {"prompt": messages[-1]["content"], "expected": expected}
+        if isinstance(ready.adapted, PeftModel):
+            with ready.adapted.disable_adapter():
+                row["base"] = ask()
+        row["trained"] = ask()
+        answers.append(row)
+    return answers
