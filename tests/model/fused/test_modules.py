@@ -21,6 +21,7 @@ from tests.factories import VOCABULARY, gradients, llama, packed_batch, random_t
 from trainer.model import checkpointing
 from trainer.model.adapters import LoRA, decoder_linears
 from trainer.model.attention import PACKED
+from trainer.model.fused import functions
 from trainer.model.fused import modules as fused
 from trainer.model.quant import NF4
 from trainer.training.losses import Chunked
@@ -324,6 +325,41 @@ def test_remove_gives_every_module_its_own_forward_back():
     fused.remove(adapted)
     assert not any("forward" in module.__dict__ for module in adapted.modules())
     assert fused.describe(adapted) == "PEFT's own forward for 14 adapted layers"
+
+
+def norm_gradient(x, weight, grad):
+    """Through a transposed view, as a norm of each head sees it."""
+    x = x.clone().requires_grad_()
+    functions.rms_norm(x.transpose(1, 2), weight, 1e-6).backward(grad)
+    return x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norms_backward_in_pieces_of_rows_is_the_whole(dtype, monkeypatch):
+    """Bit for bit, with a last piece of its own length, and with fp32 copies of a piece only."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, 3, 50, 16, generator=generator), torch.randn(2, 50, 3, 16, generator=generator)
+    x, grad, weight = x.to(dtype), grad.to(dtype), torch.linspace(0.5, 2, 16).to(dtype)
+    whole = norm_gradient(x, weight, grad)
+    rows_at_once = 7
+    monkeypatch.setattr(functions, "NORM_NUMBERS", rows_at_once * 16)
+    with Counted() as made:
+        assert torch.equal(norm_gradient(x, weight, grad), whole)
+    pieces = [shape for shape in made.shapes if shape[-1] == 16 and len(shape) == 2]
+    assert max(shape[0] for shape in pieces) == rows_at_once and (300 % rows_at_once, 16) in pieces
+
+
+class Counted(TorchDispatchMode):
+    """Shapes of the tensors that `addcmul_` works on."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.addcmul_.default:
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_norm_with_a_zero_weight_keeps_its_own_forward():

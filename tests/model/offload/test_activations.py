@@ -68,7 +68,7 @@ def test_the_policy_of_the_option_is_the_same():
 
 def test_as_the_synchronous_twin():
     """transformers' activation_checkpointing_enable(offload=True) is save_on_cpu around each checkpoint, pinned, which
-    a machine without a GPU refuses; tests/gpu/offload.py compares with the thing itself."""
+    a machine without a GPU refuses; tests/gpu/offloads.py compares with the thing itself."""
 
     class Synchronous:
         def apply(self, base):

@@ -16,6 +16,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from trainer.model.fused.pieces import pieces
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -265,6 +267,11 @@ def _no_autocast(x: torch.Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
+NORM_NUMBERS = 2**24
+"""Numbers that a norm's backward takes at once, in whole rows: its fp32 copies of them, 64 MiB each, were 2 GiB each
+for a row of 131,072 tokens, and the highest moment of its step."""
+
+
 class _RMSNorm(Function):
     """w * (x * rsqrt(mean(x^2) + eps)), statistics in fp32; x: (..., D).
 
@@ -283,11 +290,16 @@ class _RMSNorm(Function):
     @staticmethod
     def backward(ctx, grad):
         y, weight, scale = ctx.saved_tensors
-        y, weight, grad = y.to(torch.float32), weight.to(torch.float32), grad.to(torch.float32)
-        # d/dx: scale * (g w - n mean(g w n)), where n = y / w and so g w n = g y.
-        mean = (grad * y).mean(-1, keepdim=True)
-        grad_x = (grad * weight).addcmul_(y / weight, mean, value=-1).mul_(scale)
-        return grad_x.to(ctx.x_dtype), None, None
+        weight = weight.to(torch.float32)
+        grad_x = torch.empty(y.shape, dtype=ctx.x_dtype, device=y.device)
+        at_once = max(1, NORM_NUMBERS // y.shape[-1])
+        rows = [tensor.reshape(-1, tensor.shape[-1]).split(at_once) for tensor in (grad, y, scale, grad_x)]
+        for g, n, s, target in pieces(list(zip(*rows, strict=True))):
+            g, n = g.to(torch.float32), n.to(torch.float32)
+            # d/dx: scale * (g w - n mean(g w n)), where n = y / w and so g w n = g y.
+            mean = (g * n).mean(-1, keepdim=True)
+            target.copy_((g * weight).addcmul_(n / weight, mean, value=-1).mul_(s))
+        return grad_x, None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
