@@ -19,16 +19,18 @@ class Range:
     """what is allowed: must be ..."""
     most: int | None = None
     """for counts, which otherwise have no end"""
+    why: str = ""
+    """what to do instead of more"""
 
     def problem(self, value: Any) -> str | None:
         """Why a value does not stand in the range, or None."""
         if (isinstance(value, float) and not math.isfinite(value)) or not self.holds(value):
             return self.words
-        return f"must be at most {self.most}" if self.most is not None and value > self.most else None
+        return f"must be at most {self.most}{self.why}" if self.most is not None and value > self.most else None
 
-    def up_to(self, most: int) -> Range:
+    def up_to(self, most: int, why: str = "") -> Range:
         """The same with an upper end."""
-        return replace(self, most=most)
+        return replace(self, most=most, why=why)
 
 
 POSITIVE = Range(lambda v: v > 0, "must be above 0")

@@ -59,7 +59,7 @@ EDGES = {
     "train.compare_prompts": ([-1], [0, 1]),
 }
 
-TOO_MANY = {"adapter.r": 65536, "train.epochs": 1_000_000, "train.max_steps": 2**31 - 1, "data.max_length": 2**31 - 1}
+TOO_MANY = {"adapter.r": 65536, "train.epochs": 10_000, "train.max_steps": 2**31 - 1, "data.max_length": 2**31 - 1}
 """Counts have an upper end: most of these."""
 
 RANGES = ranges_of(Config) | {
@@ -124,7 +124,8 @@ def test_outside_a_range_is_refused_by_its_full_key(key, value):
 @pytest.mark.parametrize(("key", "most"), TOO_MANY.items())
 def test_counts_have_an_upper_end(key, most):
     for value in (most + 1, 10**20):
-        assert f"{key}={value}: must be at most {most}" in broken_rules(with_value(holding(key), key, value))
+        problems = broken_rules(with_value(holding(key), key, value))
+        assert [p.startswith(f"{key}={value}: must be at most {most}") for p in problems if p.startswith(key)] == [True]
     assert not any(key in problem and "at most" in problem for problem in broken((key, most)))
 
 

@@ -61,15 +61,24 @@ class Keys:
         section, _, name = key.partition(".")
         if section not in self.schemas:
             return value_problem(key, value, fields_of(Config)[section].type)
-        if "." in name:
-            return None  # an entry of a mapping: typed by what uses it
-        inside = self.values[section].get(name)
-        if isinstance(value, dict) and isinstance(inside, dict) and not adding:
-            for entry in value:
-                problem = self._entry_problem(key, str(entry), inside)
+        field, _, entry = name.partition(".")
+        inside = self.values[section].get(field)
+        if entry:
+            return self._entry_value_problem(key, value, inside.get(entry) if isinstance(inside, dict) else None)
+        if isinstance(value, dict) and isinstance(inside, dict):
+            for part, its_value in value.items():
+                problem = None if adding else self._entry_problem(key, str(part), inside)
+                problem = problem or self._entry_value_problem(f"{key}.{part}", its_value, inside.get(str(part)))
                 if problem is not None:
                     return problem
-        return value_problem(key, value, fields_of(self.schemas[section])[name].type)
+        return value_problem(key, value, fields_of(self.schemas[section])[field].type)
+
+    def _entry_value_problem(self, key: str, value: Any, ours: Any) -> str | None:
+        """Why a value cannot stand for the one of a mapping in conf/; what is not of a plain type there is typed by
+        what uses it."""
+        if not isinstance(ours, (bool, int, float)) or value is None or isinstance(value, (list, dict)):
+            return None
+        return value_problem(key, value, type(ours))
 
     def _all(self) -> list[str]:
         """Every key of the configuration with these options."""

@@ -9,6 +9,31 @@ from typing import Any
 
 from trainer.registry import Section, option
 
+MOST_BLOCKS = 1000
+"""Transformers of 1,000 layers have been trained (Wang et al. 2022, DeepNet); building each takes milliseconds."""
+LARGEST = {
+    "num_hidden_layers": MOST_BLOCKS,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "head_dim": 2**14,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31,
+}
+"""Sizes that an architecture may ask for: an order above the largest models, and little enough to count in seconds."""
+
+
+def size_problems(architecture: dict[str, Any], key: str) -> list[str]:
+    """Sizes that no model has, here and in nested configurations."""
+    problems = []
+    for name, value in architecture.items():
+        if isinstance(value, dict):
+            problems += size_problems(value, f"{key}.{name}")
+        elif name in LARGEST and isinstance(value, int) and not 1 <= value <= LARGEST[name]:
+            problems.append(f"{key}.{name}={value}: must be from 1 to {LARGEST[name]}")
+    return problems
+
 
 class Weights(Enum):
     pretrained = "pretrained"
@@ -41,7 +66,7 @@ class Model(Section):
     """tokenizer used with weights=random, where there is no model folder to take one from"""
 
     def problems(self, config):
-        problems = []
+        problems = size_problems(self.architecture, "model.architecture")
         if self.path is None and self.weights is Weights.pretrained:
             problems.append("model.path is missing: give a local folder or a hub id")
         if self.trust_remote_code and not re.fullmatch("[0-9a-f]{40}", self.revision or ""):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from tests.factories import FP32, llama, option, packed_batch, random_tokens, summed_loss
 from tests.support import make_model
-from trainer.errors import ConfigError, ModelError
+from trainer.config.check import check, parse
+from trainer.config.compose import compose
+from trainer.config.rules import broken_rules
+from trainer.errors import ConfigError, ModelError, TrainerError
 from trainer.model.attention import PACKED
 from trainer.model.loading.architecture import MOST_BLOCKS, check_fields, skeleton
-from trainer.model.loading.base import find, from_files, load_base, load_config
+from trainer.model.loading.base import find, from_files, load_base, load_config, planned_config
 from trainer.model.model_settings import Weights
 
 CPU = torch.device("cpu")
@@ -72,6 +79,89 @@ def test_nested_fields_are_checked_and_the_caller_names_the_error():
 def test_a_kernel_of_the_hub_in_a_configuration_is_not_fetched(key, folder, tmp_path):
     model = changed(folder, tmp_path, **{key: "kernels-community/flash-attn3"})
     assert build(model, PACKED).config._attn_implementation == PACKED
+
+
+ODD = ["banana", "''", "0", "-1", "1", "7", "10000000", "1000000000", "99999999999999999999", "2.5", "1e300", "nan"]
+ODD += ["-inf", "null", "true", "[]", "[1,2]", "[a]", "{}", "{a: 1}", "[[1]]"]
+FAMILIES = ("tiny", "qwen3_8b", "mistral_7b", "gemma3_4b")
+
+
+def odd_words():
+    """Every field that the installed transformers has for a family, with every odd value."""
+    for family in FAMILIES:
+        architecture = dict(option("model", family).architecture)
+        fields = AutoConfig.for_model(architecture["model_type"]).to_dict().keys() | architecture.keys()
+        for key in sorted(fields):
+            for value in ODD:
+                # two layers, where these are not what is tried
+                yield [
+                    f"model={family}",
+                    "model.architecture.num_hidden_layers=2",
+                    f"++model.architecture.{key}={value}",
+                ]
+
+
+def built_or_refused(words) -> int:
+    """The exit code of what a command line says of a model, up to its skeleton; anything but a refusal is raised."""
+    try:
+        skeleton(planned_config(compose([*words, "recipe=null", "model.weights=random"]).config.model))
+    except TrainerError as error:
+        assert "\n" not in str(error) and error.exit_code in (2, 4), (words, error)
+        return error.exit_code
+    return 0
+
+
+SAMPLE = Random(0).sample(list(odd_words()), 60)
+
+
+@pytest.mark.parametrize("words", SAMPLE, ids=lambda words: f"{words[0]} {words[-1]}")
+def test_no_odd_value_of_an_architecture_is_a_bug(words):
+    assert built_or_refused(words) in (0, 2, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_odd_value_of_any_field_is_a_bug(family, monkeypatch):
+    """As above, each family composed once: that is most of the time."""
+    run = compose([f"model={family}", "recipe=null", "model.weights=random"])
+
+    def composed(words):
+        check(parse(words))
+        fields = {o.key_or_group.rpartition(".")[2]: o.value() for o in parse(words[1:-2])}
+        model = replace(run.config.model, architecture={**run.config.model.architecture, **fields})
+        problems = broken_rules(replace(run.config, model=model))
+        if problems:
+            raise ConfigError(problems[0])
+        return replace(run, config=replace(run.config, model=model))
+
+    monkeypatch.setitem(globals(), "compose", composed)
+    codes = Counter(built_or_refused(words) for words in odd_words() if words[0] == f"model={family}")
+    assert set(codes) == {0, 2, 4} and codes.total() > 500
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("hidden_size=banana", "model.architecture.hidden_size=banana: must be a whole number"),
+        ("hidden_size=1000000000", "model.architecture.hidden_size=1000000000: must be from 1 to 262144"),
+        ("num_hidden_layers=10000000", "model.architecture.num_hidden_layers=10000000: must be from 1 to 1000"),
+        (
+            "model_type=lama",
+            "model.architecture.model_type=lama: transformers knows no such model (did you mean llama?)",
+        ),
+        ("model_type=[1]", "transformers knows no such model"),
+        ("attention_dropout=x", "model.architecture.attention_dropout=x: must be of the type int | float | None"),
+        ("eos_token_id={a: 1}", "model.architecture.eos_token_id={'a': 1}: must be of the type int | list[int] | None"),
+        ("num_attention_heads=7", "is not a multiple of the number of attention heads (7)"),
+        ("hidden_act=evil", "cannot be built as it is described: hidden_act=evil"),
+        ("dtype=evil", "model.architecture.dtype='evil': no data type of this name"),
+    ],
+)
+def test_what_a_recipes_architecture_cannot_hold(word, said):
+    words = ["recipe=null", "model.weights=random", f"++model.architecture.{word}"]
+    with pytest.raises(TrainerError) as refused:
+        skeleton(planned_config(compose(words).config.model))
+    assert said in str(refused.value)
 
 
 def test_biases_that_the_configuration_denies_are_refused_by_name(folder, tmp_path):

@@ -8,14 +8,14 @@ from typing import Annotated
 from trainer.ranges import AT_LEAST_1, AT_LEAST_2
 from trainer.registry import Section
 
-MAX_EPOCHS = 1_000_000
+EPOCHS = AT_LEAST_1.up_to(10_000, ": each is packed before the first step. For more give train.max_steps")
 
 
 @dataclass
 class Batching(Section):
     """Passes, steps and sizes."""
 
-    epochs: Annotated[int, AT_LEAST_1.up_to(MAX_EPOCHS)]
+    epochs: Annotated[int, EPOCHS]
     """passes over the training set; unused where max_steps is given"""
     max_steps: Annotated[int | None, AT_LEAST_1]
     """optimizer steps; null: the epochs decide"""

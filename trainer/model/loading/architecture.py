@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trainer.device.measure import is_out_of_memory
-from trainer.errors import ModelError, TrainerError, closest
+from trainer.errors import ConfigError, ModelError, TrainerError, closest
 from trainer.model.families import check_modules
+from trainer.model.model_settings import MOST_BLOCKS
 
-MOST_BLOCKS = 1000
-"""Transformers of 1,000 layers have been trained (Wang et al. 2022, DeepNet); building each takes milliseconds."""
 MOST_PARAMETERS = 10**13
 BLOCKS, DTYPES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), ("dtype", "torch_dtype")
 
@@ -35,9 +36,45 @@ def _is_dtype(name: Any) -> bool:
     return name == "auto" or (isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype))
 
 
+def written_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration in a recipe's architecture block. Raises ConfigError for fields that it does not have, and for
+    values that the installed transformers does not take there."""
+    where, fields = "model.architecture", dict(architecture)
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError(f"{where}.model_type is missing: weights=random needs to know what to build.")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"{where}.model_type={model_type}: transformers knows no such model"
+            f"{closest(str(model_type), CONFIG_MAPPING.keys())}."
+        )
+    defaults = AutoConfig.for_model(model_type)
+    known = defaults.to_dict()
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        hints = ", ".join(f"{key}{closest(key, known)}" for key in unknown)
+        raise ConfigError(f"{where}: a {model_type} configuration has no field {hints}.")
+    check_fields(fields, where, ConfigError)
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # any value can meet any line of the library
+        raise ConfigError(_refused(where, fields, type(defaults), error)) from error
+
+
+def _refused(where: str, fields: Mapping[str, Any], kind: type, error: Exception) -> str:
+    """What transformers says about a value, with the key where it names one."""
+    reason = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    named = re.search(r"field '(\w+)'", reason[0])
+    if named is not None and named[1] in fields:
+        allowed = str(kind.__annotations__.get(named[1], "another")).removeprefix("<class '").removesuffix("'>")
+        return f"{where}.{named[1]}={fields[named[1]]}: must be of the type {allowed} in a {kind.model_type} model."
+    return f"{where}: transformers can make no {kind.model_type} configuration of it: {reason[-1]}"
+
+
 def skeleton(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device: its shape without its weights. Raises ModelError for what cannot be trained."""
-    with building(f"a {config.model_type} model cannot be built as it is described"), torch.device("meta"):
+    what = f"a {config.model_type} model cannot be built as it is described"
+    with building(what, config.to_dict()), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
     if parameters > MOST_PARAMETERS:
@@ -54,8 +91,9 @@ class loading:
 
     kinds: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
-    def __init__(self, what: str):
-        self.what = what
+    def __init__(self, what: str, fields: Mapping[str, Any] | None = None):
+        """`fields`: where the value is looked up that a library only names."""
+        self.what, self.fields = what, fields or {}
 
     def __enter__(self):
         return self
@@ -63,6 +101,10 @@ class loading:
     def __exit__(self, kind, error, traceback):
         if isinstance(error, self.kinds) and not isinstance(error, TrainerError) and not is_out_of_memory(error):
             first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
+            if isinstance(error, KeyError):
+                first_line = ", ".join(
+                    [f"{k}={v}" for k, v in self.fields.items() if v == error.args[0]] or [first_line]
+                )
             raise ModelError(f"{self.what}: {first_line}") from error
         return False
 

@@ -19,11 +19,11 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from trainer.errors import ConfigError, ModelError, closest
+from trainer.errors import ModelError
 from trainer.model.families import check_unread, text_config
 from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
-from trainer.model.loading.architecture import building, check_fields, loading, skeleton
+from trainer.model.loading.architecture import building, check_fields, loading, skeleton, written_config
 from trainer.model.loading.assemble import FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.loading.quantized_cache import through_cache
@@ -80,7 +80,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 def load_config(model: Model) -> PretrainedConfig:
     """The text decoder's architecture, from the recipe (weights=random) or the model's config.json."""
     if model.weights is Weights.random:
-        return text_config(_written_config(model), "model.architecture")[0]
+        return text_config(written_config(model.architecture), "model.architecture")[0]
     source = find(model)
     config = text_config(_own_config(model, source), source.asked)[0]
     config._commit_hash = source.commit
@@ -97,14 +97,14 @@ def planned_config(model: Model) -> PretrainedConfig:
         if isinstance(cached, str):
             asked = f"model.path={model.path}"
             return text_config(_read_config(Path(cached).parent, asked), asked)[0]
-    return text_config(_written_config(model), "model.architecture")[0]
+    return text_config(written_config(model.architecture), "model.architecture")[0]
 
 
 def differences(model: Model, config: PretrainedConfig) -> str | None:
     """One line where a pretrained model is not what the recipe's architecture block says; its config.json counts."""
     if model.weights is Weights.random or not model.architecture:
         return None
-    written = _written_config(model).get_text_config()
+    written = written_config(model.architecture).get_text_config()
     fields = model.architecture.get("text_config", model.architecture)
     pairs = [(key, getattr(written, key, None), getattr(config, key, None)) for key in fields if key != "model_type"]
     other = [f"{key} {theirs} (recipe: {ours})" for key, ours, theirs in pairs if ours != theirs]
@@ -230,29 +230,6 @@ def _read_config(folder: Path, asked: str, trust_remote_code: bool = False) -> P
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config._attn_implementation = None  # the run's to choose; a name of the hub's would fetch and run its kernels
     return config
-
-
-def _written_config(model: Model) -> PretrainedConfig:
-    """The configuration in the recipe's architecture block. Raises ConfigError for fields that it does not have."""
-    fields = dict(model.architecture)
-    model_type = fields.pop("model_type", None)
-    if model_type is None:
-        raise ConfigError("model.architecture.model_type is missing: weights=random needs to know what to build.")
-    try:
-        defaults = AutoConfig.for_model(model_type)
-    except ValueError:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        raise ConfigError(
-            f"model.architecture.model_type={model_type}: transformers knows no such model"
-            f"{closest(model_type, CONFIG_MAPPING.keys())}."
-        ) from None
-    known = defaults.to_dict()
-    unknown = [key for key in fields if key not in known]
-    if unknown:
-        hints = ", ".join(f"{key}{closest(key, known)}" for key in unknown)
-        raise ConfigError(f"model.architecture: a {model_type} configuration has no field {hints}.")
-    return AutoConfig.for_model(model_type, **fields)
 
 
 def _check_code(model: Model, source: Source) -> None:
