@@ -19,6 +19,7 @@ from trainer.memory.predict.profile import Shape
 from trainer.model import attention
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base, load_config
+from trainer.model.new_tokens import grow, planned_ids
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -44,7 +45,9 @@ def training(config: Config, shape: Shape) -> Training:
         chosen, _ = attention.choose(model_config, device, dtypes.compute)
     torch.manual_seed(0)
     base = load_base(config.model, model_config, config.quant, dtypes, device, chosen)
-    adapted = config.adapter.attach(base)
+    new_ids = planned_ids(base, config.model.new_tokens)
+    grow(base, new_ids)
+    adapted = config.adapter.attach(base, new_ids)
     tile(base, config.model.mlp_tiles)
     config.checkpointing.apply(base)
     base.train()

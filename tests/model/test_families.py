@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from tests.data.styles import STYLES, tokenizer_of
-from tests.factories import packed_batch, padded_batch
-from tests.support import chat_rows, train_here, write_jsonl
+from tests.factories import packed_batch, padded_batch, summed_loss
+from tests.support import chat_rows, metrics, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.data.tokens.tokenize import TokenSet
@@ -259,3 +259,35 @@ def test_weights_of_another_architecture_are_refused(tmp_path, tiny):
     config = load.load_config(run.config.model)
     with pytest.raises(ModelError, match=r"do not belong to this architecture.*model.layers.2"):
         load.load_base(run.config.model, config, run.config.quant, run.config.precision.build(CPU), CPU, "sdpa")
+
+
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_a_model_that_caps_its_attention_trains_on_rows_as_each_alone(packing, tmp_path):
+    """Gemma 2: transformers' sdpa would leave the cap out. Oracle: eager, one sample at a time."""
+    folder = make(Family("gemma2", "gemma2", "gemma", GEMMA2, adds_bos=True), tmp_path / "model")
+    rows = write_jsonl(tmp_path / "chats.jsonl", chat_rows())
+    overrides = [f"model.path={folder}", "data=file", f"data.path={rows}", "data.eval_fraction=0", "quant=none"]
+    overrides += [
+        "precision=fp32",
+        "device=cpu",
+        "train.accumulation_steps=1",
+        "train.max_steps=1",
+        "train.log_every=1",
+    ]
+    overrides += [f"packing={packing}", "train.save_every=0", "data.max_length=128"]
+    overrides += ["train.micro_batch_size=8"] if packing == "none" else ["train.micro_batch_tokens=1024"]
+    train_here(overrides, tmp_path / "run")
+    tokens = prepare(compose(overrides), Beginning(tmp_path / "other"), Clock()).train_set
+    oracle = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    total = targets = 0
+    for index in range(len(tokens.lengths)):
+        batch = padded_batch(tokens, index)
+        with torch.no_grad():
+            total += summed_loss(oracle(batch.input_ids, use_cache=False).logits, batch.labels).item()
+        targets += batch.num_targets
+    assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(total / targets, rel=1e-5)
+    answers = load_trained(load_run(tmp_path / "run"), tmp_path / "run").model
+    assert answers.config._attn_implementation == "eager"

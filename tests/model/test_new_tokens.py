@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.factories import LLAMA, gradients, largest_difference, option, padded_batch, random_tokens
 from tests.support import make_tokenizer, train_here, write_jsonl
 from trainer.config.saved import load_run
 from trainer.data.chat.templates import add_new_tokens
 from trainer.model.new_tokens import grow
+from trainer.model.precision import Dtypes
+from trainer.training.losses import Chunked, Full
 
 NEW = ["<|call|>", "moocow", "<|done|>"]
 
@@ -92,3 +97,66 @@ def test_a_resumed_run_with_new_tokens_is_bit_equal(tiny, base_overrides, rows, 
     train_here([*words, "train.max_steps=4", "train.resume=force"], tmp_path / "parts")
     whole, parts = (load_file(tmp_path / n / "adapter" / "adapter_model.safetensors") for n in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def adapted_with_rows(kind: str, dtype: torch.dtype, tied: bool, apart: bool):
+    """A LoRA with three trained rows that have moved, on PEFT's own forward or on ours."""
+    torch.manual_seed(0)
+    more = {"head_dim": 16} if kind == "gemma3_text" else {}
+    config = AutoConfig.for_model(kind, **{**LLAMA, **more, "tie_word_embeddings": tied})
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
+    ids = [303, 7, 301]
+    grow(base, ids)
+    adapted = option("adapter", "lora", fused=False).attach(base, ids)
+    for name, parameter in adapted.named_parameters():
+        if "trainable_tokens" in name:
+            torch.nn.init.normal_(parameter)
+    if not apart:
+        for module in adapted.modules():
+            if isinstance(module, TrainableTokensLayer):
+                del module.__dict__["forward"]
+    return adapted, base
+
+
+@pytest.mark.parametrize("loss", [Full(), Chunked(5)], ids=["full", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_rows_beside_their_table_are_pefts_numbers(kind, tied, dtype, loss):
+    batch = padded_batch(random_tokens([12, 20], vocabulary=304))
+    batch.input_ids[:, 1:6] = torch.tensor([303, 7, 301, 7, 8])
+    found = []
+    for apart in (False, True):
+        adapted, base = adapted_with_rows(kind, dtype, tied, apart)
+        with Dtypes(dtype, "cpu").autocast():
+            total = loss.sum(base, batch)
+        total.backward()
+        rows = {n: p.grad for n, p in adapted.named_parameters() if "trainable_tokens" in n}
+        assert len(rows) == (1 if tied else 2) and all(g.abs().max() > 0 for g in rows.values())
+        found.append((total.item(), gradients(adapted)))
+    (theirs, right), (ours, gradient) = found
+    assert ours == pytest.approx(theirs, rel=1e-6 if dtype is torch.float32 else 1e-3)
+    scale = max(g.abs().max().item() for g in right.values())
+    assert largest_difference(gradient, right) <= (1e-6 if dtype is torch.float32 else 1e-2) * scale
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_no_forward_or_backward_makes_a_table(tied):
+    """PEFT's way rises by two tables and their gradients; a table here is 304 rows of 64."""
+
+    class Tables(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            made = isinstance(result, torch.Tensor) and result.shape == (304, 64) and not function.is_view
+            self.made += made and function is not torch.ops.aten.detach.default
+            return result
+
+    counts = []
+    for apart in (False, True):
+        _, base = adapted_with_rows("llama", torch.float32, tied, apart)
+        with Tables() as tables:
+            Chunked(5).sum(base, padded_batch(random_tokens([12, 20], vocabulary=304))).backward()
+        counts.append(tables.made)
+    assert counts[0] > 0 and counts[1] == 0

@@ -19,10 +19,11 @@ from trainer.device.find import find_device
 from trainer.errors import DataError, ModelError
 from trainer.export.answering import Say, answer, answer_many
 from trainer.memory.predict.planner import Planner
+from trainer.model.attention import choose_padded
 from trainer.model.loading.architecture import building
 from trainer.model.loading.base import load_base, load_config
 from trainer.model.model_settings import Weights
-from trainer.model.new_tokens import grow
+from trainer.model.new_tokens import grow, keep_tables_apart
 from trainer.model.offload.streamed_base import streamed_base
 from trainer.model.precision import Dtypes
 
@@ -71,7 +72,7 @@ class Trained:
 def _base(config: Config, dtypes: Dtypes, device: torch.device) -> PreTrainedModel:
     """The frozen base, streamed where the run streamed it: else it would not fit."""
     model_config = load_config(config.model)
-    what = (config.model, model_config, config.quant, dtypes, device, "sdpa")
+    what = (config.model, model_config, config.quant, dtypes, device, choose_padded(model_config)[0])
     if not config.offload.streams:
         return load_base(*what)
     needed = Planner(config, model_config, dtypes=dtypes).static.streamed
@@ -99,7 +100,7 @@ def load_trained(run: Run, folder: Path) -> Trained:
         # The adapter holds the rows of new tokens and not the tables around them.
         grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
         with building(f"run={folder}: the adapter in {result.name}/ cannot be loaded"):
-            peft.PeftModel.from_pretrained(base, result)  # puts the adapter's layers into base
+            keep_tables_apart(peft.PeftModel.from_pretrained(base, result))  # puts the adapter's layers into base
         model = base
     else:
         model = AutoModelForCausalLM.from_pretrained(
@@ -109,5 +110,6 @@ def load_trained(run: Run, folder: Path) -> Trained:
             use_safetensors=True,
             trust_remote_code=config.model.trust_remote_code,
         )
+        model.set_attn_implementation(choose_padded(model.config)[0])
     end = GenerationConfig.from_pretrained(result).eos_token_id
     return Trained(model, encoder, end if isinstance(end, list) else [end], dtypes)

@@ -119,7 +119,7 @@ class LoRA(Adapter):
         import torch
 
         from trainer.model.fused import modules as fused
-        from trainer.model.new_tokens import trainable_rows
+        from trainer.model.new_tokens import keep_tables_apart, trainable_rows
 
         targets = find_targets(model, self.target_modules)
         config = peft.LoraConfig(
@@ -136,6 +136,7 @@ class LoRA(Adapter):
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
+        keep_tables_apart(adapted)
         if self.fused:
             fused.install(adapted)
         return adapted

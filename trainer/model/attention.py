@@ -26,10 +26,9 @@ def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -
     transformers' own attention with the block mask it builds from position_ids serves what the fast paths do not do.
     """
     text = config.get_text_config()
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        return "eager", "block mask: the model caps its attention logits"
-    if config.model_type == "gpt_oss":
-        return "eager", "block mask: the model has attention sinks"
+    does = beyond_sdpa(config)
+    if does is not None:
+        return "eager", f"block mask: the model {does}"
     if getattr(text, "attention_chunk_size", None) is not None:
         return "sdpa", "block mask: the model attends in chunks"
     if device.type == "cuda":
@@ -40,6 +39,21 @@ def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -
             return "sdpa", "block mask: flash kernels need compute capability 8.0"
         return PACKED, "varlen flash kernel"
     return PACKED, "one kernel call per sample"
+
+
+def choose_padded(config: PretrainedConfig) -> tuple[str, str]:
+    """The same for padded rows and for generation. transformers' sdpa leaves out unsaid what it does not know."""
+    does = beyond_sdpa(config)
+    return ("sdpa", "padded rows") if does is None else ("eager", f"padded rows: the model {does}")
+
+
+def beyond_sdpa(config: PretrainedConfig) -> str | None:
+    """What the model's attention does that scaled_dot_product_attention cannot; None where it is plain."""
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return "caps its attention logits"
+    if config.model_type == "gpt_oss":
+        return "has attention sinks"
+    return None
 
 
 def flash_refuses(config: PretrainedConfig, dtype: torch.dtype) -> str | None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from transformers import PreTrainedModel
+
+
+def planned_ids(model: PreTrainedModel, new_tokens: Sequence[str]) -> list[int]:
+    """Ids as if the table had a row for none of the tokens: what a plan takes, which reads no tokenizer."""
+    first = model.get_input_embeddings().weight.shape[0]
+    return list(range(first, first + len(new_tokens)))
+
+
+def table_of(module: torch.nn.Module) -> torch.nn.Parameter:
+    """The weight of an embedding or head, under PEFT's layer of trained rows, whose own `weight` is a merged copy."""
+    adapter = getattr(module, "token_adapter", None)
+    return module.weight if adapter is None else adapter.get_base_layer().weight
 
 
 @torch.no_grad()
@@ -40,3 +53,51 @@ def trainable_rows(model: PreTrainedModel, new_ids: Sequence[int]) -> dict[str, 
         tables.append(head)
     names = [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is t for t in tables)]
     return {"trainable_token_indices": {name: list(new_ids) for name in names}}
+
+
+def keep_tables_apart(adapted: torch.nn.Module) -> None:
+    """Gives PEFT's layers of trained rows a forward that makes no copy of their table; same numbers, same file.
+
+    PEFT puts the rows into a copy of the whole table in each forward pass, whose gradient is as large again.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for module in adapted.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.forward = _apart(module)
+
+
+def _apart(layer: TrainableTokensLayer) -> Callable[..., torch.Tensor]:
+    own = layer.forward
+
+    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args or kwargs or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+            return own(x, *args, **kwargs)
+        (name,) = layer.active_adapters
+        rows, ids = layer.trainable_tokens_delta[name], layer.token_indices[name]
+        if isinstance(layer.get_base_layer(), torch.nn.Embedding):
+            return _embed(layer, x, rows, ids)
+        return _project(layer, x, rows, ids)
+
+    return forward
+
+
+def _embed(layer: TrainableTokensLayer, tokens: torch.Tensor, rows: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """(..., H) for tokens (...): the table's, and rows (k, H) where a token is one of k ids."""
+    ordered, order = torch.tensor(ids, device=tokens.device).sort()
+    place = torch.searchsorted(ordered, tokens).clamp_max(len(ids) - 1)
+    found = layer.base_layer(tokens)
+    own = torch.nn.functional.embedding(order[place], rows.to(found.dtype))
+    scale = getattr(layer.get_base_layer(), "embed_scale", None)  # Gemma's embeddings multiply what they find
+    if scale is not None:
+        own = own * scale.to(own.dtype)
+    return torch.where((ordered[place] == tokens)[..., None], own, found)
+
+
+def _project(layer: TrainableTokensLayer, hidden: torch.Tensor, rows: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Logits (..., V) of hidden states (..., H): the head's, and those of rows (k, H) in the places of k ids."""
+    head = layer.get_base_layer()
+    index = torch.tensor(ids, device=hidden.device)
+    bias = None if head.bias is None else head.bias[index]
+    own = torch.nn.functional.linear(hidden, rows.to(head.weight.dtype), bias)
+    return layer.base_layer(hidden).index_copy_(-1, index, own)  # a product keeps nothing of what it gave

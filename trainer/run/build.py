@@ -61,9 +61,10 @@ class Ready:
 def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
     """Weights, adapter, checkpointing and optimizer; ends with the packing probe."""
     config, device, dtypes = run.config, prepared.device, prepared.dtypes
-    chosen, why = "sdpa", "padded rows"
     if config.packing.packed:
         chosen, why = attention.choose(prepared.config, device, dtypes.compute)
+    else:
+        chosen, why = attention.choose_padded(prepared.config)
     with clock.stage("weights"):
         torch.manual_seed(config.seed)
         base, stream = _load(config, prepared, chosen)

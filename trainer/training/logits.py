@@ -61,7 +61,8 @@ def check_logit_map(model: PreTrainedModel) -> None:
     head, mapped = model.get_output_embeddings(), logit_map(model.config)
     if head is None:
         raise ModelError(f"{type(model).__name__} has no output head of its own. Use loss=full.")
-    weight = next(head.parameters())
+    # The frozen one: trained rows beside it (model.new_tokens) are fp32.
+    weight = min(head.parameters(), key=lambda p: p.requires_grad)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(len(MAGNITUDES), weight.shape[-1], generator=generator).to(weight.device)  # (4, H)
     with torch.no_grad():

@@ -36,8 +36,18 @@ TOLERANCE = 0.05
         ["quant=none", "adapter=none", "optim=adamw_8bit", "train.accumulation_steps=1"],
         [f"{A}model_type=gemma2", f"{A}head_dim=32", "checkpointing=none"],
         ["checkpointing=selective", "checkpointing.keep=linear", "model.mlp_tiles=7"],
+        ["model.new_tokens=[aa,bb]", f"{A}tie_word_embeddings=false", f"{A}vocab_size=20000"],
     ],
-    ids=["nf4 full", "deep none full loss", "every_k", "int8 attention", "all parameters", "block mask", "tiles"],
+    ids=[
+        "nf4 full",
+        "deep none full loss",
+        "every_k",
+        "int8 attention",
+        "all parameters",
+        "block mask",
+        "tiles",
+        "new tokens",
+    ],
 )
 def test_the_peak_of_a_real_step_is_as_predicted(words):
     predicted, real = compare(words)

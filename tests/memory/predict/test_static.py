@@ -11,6 +11,7 @@ from trainer.memory.predict.optimizer_memory import optimizer_memory
 from trainer.memory.predict.planner import Planner
 from trainer.model import attention
 from trainer.model.loading.base import load_base
+from trainer.model.new_tokens import grow, planned_ids
 
 
 def _bytes(tensors) -> int:
@@ -27,8 +28,9 @@ def _bytes(tensors) -> int:
         ["quant=none", "precision=bf16"],
         ["model.architecture.tie_word_embeddings=false"],
         ["quant=none", "adapter=none"],
+        ["model.new_tokens=[aa,bb,cc]", "model.architecture.tie_word_embeddings=false"],
     ],
-    ids=["nf4", "fp4", "int8", "bf16", "untied", "all parameters"],
+    ids=["nf4", "fp4", "int8", "bf16", "untied", "all parameters", "new tokens"],
 )
 def test_weights_and_adapter_are_those_of_a_real_model(words):
     config = compose([*BASE, *words]).config
@@ -36,7 +38,9 @@ def test_weights_and_adapter_are_those_of_a_real_model(words):
     base = load_base(
         config.model, planner.model_config, config.quant, planner.dtypes, torch.device("cpu"), attention.PACKED
     )
-    adapted = config.adapter.attach(base)
+    new_ids = planned_ids(base, config.model.new_tokens)
+    grow(base, new_ids)
+    adapted = config.adapter.attach(base, new_ids)
     tensors = [*adapted.parameters(), *adapted.buffers()]
     for parameter in adapted.parameters():
         state = getattr(parameter, "quant_state", None)

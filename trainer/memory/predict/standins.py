@@ -21,6 +21,7 @@ from trainer.model.adapters import decoder_linears
 from trainer.model.fused.tiles import tile
 from trainer.model.int8 import frozen_forward
 from trainer.model.model_settings import Weights
+from trainer.model.new_tokens import grow, planned_ids
 from trainer.model.quant import FourBit, Int8, NoQuant, Quant
 
 if TYPE_CHECKING:
@@ -159,10 +160,12 @@ def outline(
     """The model that this configuration trains, with `depth` of its layers (null: all), on the meta device."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(
-            model_config if depth is None else shallower(model_config, depth),
+            shallower(model_config, depth or model_config.get_text_config().num_hidden_layers),
             dtype=compute,
             attn_implementation=attention,
         )
+        new_ids = planned_ids(base, config.model.new_tokens)
+        grow(base, new_ids)
         for name in decoder_linears(base):
             parent, _, child = name.rpartition(".")
             holder = base.get_submodule(parent)
@@ -173,7 +176,7 @@ def outline(
         base.is_loaded_in_4bit = pretrained and isinstance(config.quant, FourBit)
         base.is_loaded_in_8bit = pretrained and isinstance(config.quant, Int8)
         base.config.use_cache = False
-        adapted = config.adapter.attach(base)
+        adapted = config.adapter.attach(base, new_ids)
         tile(base, config.model.mlp_tiles)
     return Outline(base, adapted)
 

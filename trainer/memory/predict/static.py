@@ -12,6 +12,7 @@ import torch
 from trainer.memory.predict.live_storages import rounded
 from trainer.memory.predict.optimizer_memory import OptimizerMemory
 from trainer.memory.predict.standins import Outline, Standin4bit, Standin8bit
+from trainer.model.new_tokens import table_of
 from trainer.model.offload.block_stream import SLOTS, aligned
 
 WEIGHTS = ("quantised weights", "absmax", "linear weights", "embeddings", "head", "norms and others")
@@ -60,10 +61,10 @@ def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str, s
     weights = dict.fromkeys(WEIGHTS, 0)
     adapter = base_parameters = 0
     base_ids = _base_ids(model)
-    tables = {id(model.base.get_input_embeddings().weight): "embeddings"}
+    tables = {id(table_of(model.base.get_input_embeddings())): "embeddings"}
     head = model.base.get_output_embeddings()
     if head is not None:
-        tables.setdefault(id(head.weight), "head")
+        tables.setdefault(id(table_of(head)), "head")
     seen: set[int] = set()
     for module in model.adapted.modules():
         for tensor in [*module._parameters.values(), *module._buffers.values()]:

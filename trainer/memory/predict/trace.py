@@ -37,7 +37,7 @@ DEPTH = 3
 def planned_attention(packed: bool, model_config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str:
     """Name of the attention that a run on such a device uses, as far as it can be traced without the device."""
     if not packed:
-        return "sdpa"
+        return attention.choose_padded(model_config)[0]
     chosen, _ = attention.choose(model_config, torch.device("cpu"), dtype)
     if chosen == attention.PACKED and device_type == "cuda":
         return VARLEN if attention.flash_refuses(model_config, dtype) is None else "sdpa"
