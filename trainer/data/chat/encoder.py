@@ -183,13 +183,13 @@ class Encoder:
         return self._pattern.sub(lambda match: f"{OPEN}{self._names.index(match[0])}{CLOSE}", text)
 
     def _set_aside(self, value: Any) -> Any:
-        """Every string in messages or tools, escaped."""
+        """Every string in messages or tools, escaped; the keys of objects too, which templates write as JSON."""
         if isinstance(value, str):
             return self._escape(value)
         if isinstance(value, list):
             return [self._set_aside(item) for item in value]
         if isinstance(value, dict):
-            return {key: self._set_aside(item) for key, item in value.items()}
+            return {self._set_aside(key): self._set_aside(item) for key, item in value.items()}
         return value
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
