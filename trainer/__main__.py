@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 from trainer import __version__
 from trainer.commands.report_error import report
 from trainer.device.driver import kernel_module_loaded
-from trainer.errors import ConfigError, TrainerError, closest
+from trainer.errors import ConfigError, TrainerError, closest, visible
 
 COMMANDS = {
     "train": "fine-tune (the default)",
@@ -55,7 +55,7 @@ def main() -> int:
         if missing is not None and missing.split(".")[0] != "trainer":
             where = "./launch.sh takes the same words and runs them in its environment (source .venv/bin/activate)"
             return report(ConfigError(f"this Python ({sys.executable}) has no {missing}: {where}"), debug)
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), file=sys.stderr, end="")
         print("trainer: this is a bug, not your mistake: please report it with the lines above", file=sys.stderr)
         return 1
 

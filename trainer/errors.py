@@ -7,6 +7,7 @@ Anything that is not a TrainerError is a bug and exits with 1.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -71,6 +72,19 @@ def listing(problems: list[str]) -> str:
     return "\n".join([f"{len(problems)} problems:", *(f"  - {p}" for p in problems)])
 
 
+_UNSHOWABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1: a terminal obeys these
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # bidirectional controls and line separators (Unicode 23.2)
+    "\ud800-\udfff]"  # lone surrogates: bytes of a file name that are no UTF-8
+)
+
+
 def visible(text: str) -> str:
-    """What comes from files and words, with control characters (a terminal obeys them) written as \\x1b or \\u202e."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """What others wrote (rows, names, answers), as a screen may show it: what a terminal obeys, or what turns the text
+    around it, is written as \\x1b or \\u202e."""
+    return _UNSHOWABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def in_json(text: str) -> str:
+    """JSON text with those characters as JSON's own escapes: it means the same."""
+    return _UNSHOWABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -11,6 +11,6 @@ from trainer.errors import TrainerError, visible
 def report(error: TrainerError, debug: bool) -> int:
     """Prints the error to stderr; returns the exit code."""
     if debug:
-        traceback.print_exception(error)
-    print(f"trainer: {error.kind}: {visible(str(error))}", file=sys.stderr)
+        print(visible("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+    print(visible(f"trainer: {error.kind}: {error}"), file=sys.stderr)
     return error.exit_code

@@ -22,6 +22,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from trainer.errors import visible
+
 
 class Screen:
     """Prints to the terminal and to train.log. Bars appear in a terminal only."""
@@ -47,29 +49,29 @@ class Screen:
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line."""
-        self._print(Text(text, style=style or ""))
+        self._print(Text(visible(text), style=style or ""))
 
     def table(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
         """Two columns: what, and its value."""
-        table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
+        table = Table(title=Text(visible(title), style="bold"), title_justify="left", box=None, show_header=False)
         table.add_column(style="cyan", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(name, Text(value))
+            table.add_row(Text(visible(name)), Text(visible(value)))
         self._print(table)
 
     def columns(self, title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         """A table with a header."""
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="cyan", box=None)
+        table = Table(title=Text(visible(title), style="bold"), title_justify="left", box=None, header_style="cyan")
         for name in header:
-            table.add_column(name, overflow="fold")
+            table.add_column(Text(visible(name)), overflow="fold")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(visible(cell)) for cell in row))
         self._print(table)
 
     def runs(self, parts: Iterable[tuple[str, str]]) -> None:
         """Text of several styles, one after the other."""
-        self._print(Text.assemble(*parts))
+        self._print(Text.assemble(*((visible(text), style) for text, style in parts)))
 
     @contextmanager
     def bar(self, what: str, total: int, done: int = 0) -> Iterator[Bar]:

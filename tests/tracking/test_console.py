@@ -1,0 +1,45 @@
+"""What a screen shows of rows, names and answers: never what a terminal would obey."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.program import here
+from trainer.errors import in_json, visible
+from trainer.tracking.console import Screen
+
+HOSTILE = "a\x1b[2J\x9b1m\u202eb"
+SHOWN = r"a\x1b[2J\x9b1m\u202eb"
+
+
+def test_every_way_to_the_screen_and_the_log_shows_escapes(tmp_path, capsys):
+    screen = Screen()
+    screen.keep_log(tmp_path / "train.log")
+    screen.say(HOSTILE)
+    screen.runs([(HOSTILE, "green")])
+    screen.table(HOSTILE, [(HOSTILE, HOSTILE)])
+    screen.columns(HOSTILE, (HOSTILE,), [(HOSTILE,)])
+    screen.close()
+    for text in (capsys.readouterr().out, (tmp_path / "train.log").read_text()):
+        assert text.count(SHOWN) == 8
+        assert not any(character in text for character in "\x1b\x9b\u202e")
+
+
+def test_lines_tabs_and_letters_stay_and_json_means_the_same():
+    text = "ß\t日本\n\u00a0🙂"
+    assert visible(text) == text and in_json(text) == text
+    dumped = in_json(json.dumps(HOSTILE, ensure_ascii=False))
+    assert json.loads(dumped) == HOSTILE and visible(dumped) == dumped
+
+
+@pytest.mark.parametrize("part", ["column", "file", "word"])
+def test_errors_show_names_escaped(part, tmp_path, capsys):
+    name = HOSTILE if part == "file" else "a"
+    file = tmp_path / f"{name}.jsonl"
+    file.write_text(json.dumps({HOSTILE: "x"} if part == "column" else {"no": "x"}) + "\n")
+    key = HOSTILE if part == "word" else "data.path"
+    assert here("data", "data=file", f'{key}="{file}"') in (2, 3)
+    out, err = capsys.readouterr()
+    assert r"\x1b" in err and not any(character in out + err for character in "\x1b\x9b\u202e")
