@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from trainer.data.sources.files import find_files, is_hub_id
+from trainer.data.sources.files import find_files, is_hub_id, passed_over
 from trainer.errors import DataError
 
 
@@ -33,6 +33,23 @@ def test_a_split_is_a_folder_or_the_beginning_of_a_name(tmp_path):
     assert [name for name, _, _ in found(tmp_path, "test")] == [f"{tmp_path}/test-0.jsonl", f"{tmp_path}/test/1.jsonl"]
     with pytest.raises(DataError, match="no data file of the split valid"):
         found(tmp_path, "valid")
+
+
+def test_a_folder_with_splits_means_its_train(tmp_path):
+    for name in ("train.jsonl", "test.jsonl", "validation.jsonl.zst", "notes.docx", ".hidden.jsonl", "extra.csv"):
+        (tmp_path / name).write_bytes(b"x")
+    assert [name for name, _, _ in found(tmp_path)] == [f"{tmp_path}/train.jsonl"]
+    assert passed_over(str(tmp_path), "data.path", None) == [
+        "extra.csv (not of the split train)",
+        "notes.docx (no kind of data file)",
+        "test.jsonl (not of the split train)",
+        "validation.jsonl.zst (not of the split train)",
+    ]
+    for split in ("validation", "valid", "dev"):
+        assert found(tmp_path, split) == [(f"{tmp_path}/validation.jsonl.zst", "jsonl", ".zst")]
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(DataError, match=r"has the splits validation, test and no train: choose data\.split=validation"):
+        found(tmp_path)
 
 
 def test_a_pipe_is_refused_at_once_alone_and_in_a_folder(tmp_path):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
+import random
 import time
+import zipfile
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +81,8 @@ def test_json_arrays_come_back_with_their_lines(tmp_path_factory, block, rows, i
         (b'{"text": "a\x01b"}', "not JSON: Invalid control character at"),
         (b'{"text": "\xff"}', "not UTF-8: byte 0xff at byte 11"),
         (b'{"text": NaN}', "not JSON: NaN is no JSON value"),
+        (b'{"text": "x \\ud800 y"}', "not text: \\ud800 is half of a character"),
+        (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", "not JSON: an integer of over 4,300 digits"),
         (b"7", "a row must be an object with named fields, not int"),
         (b"[" * 100_000, "nested too deeply"),
     ],
@@ -96,6 +104,9 @@ def test_a_bad_line_is_named_and_the_others_are_read(tmp_path, line, said):
         (b'[\n{"a": 1}\n{"a": 2}]', ":3: not JSON: expected ',' or ']' after a row"),
         (b'[\n{"a": "\xff"}]', ":2: not UTF-8: byte 0xff"),
         (b'[{"a": NaN}]', ":1: not JSON: NaN is no JSON value"),
+        (b'[{"a": "\\udc00"}]', ":1: not text: \\udc00 is half of a character"),
+        (b'[{"a": ' + b"9" * 5000 + b"}]", ":1: not JSON: an integer of over 4,300 digits"),
+        (b'{\n "a": 1\n}', ":1: an object over several lines, not one a line. Wrap it in [ ]"),
         (b'[{"a": 1}]\nmore', ":1: text after the end of the JSON array, beginning with 'm'"),
     ],
 )
@@ -204,3 +215,72 @@ def test_compressed_files(tmp_path):
         read(cut)
     with pytest.raises(DataError, match="cannot be read"):
         read(write(tmp_path / "c.jsonl.gz", b"no archive"))
+
+
+def test_whole_characters_in_escapes_are_text(tmp_path):
+    file = write(tmp_path / "a.jsonl", json.dumps({"text": "\U0001f642"}) + "\n" + '{"text": "\\\\ud800"}')
+    assert [row.fields["text"] for row in read(file)] == ["\U0001f642", "\\ud800"]
+
+
+def compressed(folder, ending: str, content: bytes):
+    """As other tools write it: zstd through pyarrow, the others through the standard library."""
+    file = folder / f"a.jsonl{ending}"
+    if ending == ".zip":
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a.jsonl", content)
+    elif ending == ".zst":
+        with pyarrow.CompressedOutputStream(str(file), "zstd") as stream:
+            stream.write(content)
+    else:
+        compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[ending]
+        file.write_bytes(compress(content))
+    return file
+
+
+ENDINGS = [".gz", ".bz2", ".xz", ".zst", ".zip"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_compressed_rows_are_the_rows(tmp_path, ending):
+    texts = [{"text": f"row {i}"} for i in range(3000)]
+    content = "".join(json.dumps(row) + "\n" for row in texts).encode()
+    got = read(compressed(tmp_path, ending, content))
+    assert [row.fields for row in got] == texts and got[-1].where.endswith(f"a.jsonl{ending}:3000")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_damaged_archive_is_a_data_error_wherever_the_byte(tmp_path, ending):
+    rng = random.Random(0)
+    content = "".join(json.dumps({"text": rng.random()}) + "\n" for _ in range(300)).encode()
+    whole = compressed(tmp_path, ending, content).read_bytes()
+    file, refused = tmp_path / f"b.jsonl{ending}", 0
+    for place in range(0, len(whole), 101):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x55
+        file.write_bytes(damaged)
+        try:
+            read(file)
+        except DataError as error:
+            refused += 1
+            assert str(error).startswith(str(file))
+    assert refused > 0
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError):
+        read(file)
+
+
+def test_tables_in_archives_and_archives_of_several_files(tmp_path):
+    table = pyarrow.table({"text": ["a", "b"]})
+    pyarrow.parquet.write_table(table, tmp_path / "plain.parquet")
+    content = (tmp_path / "plain.parquet").read_bytes()
+    (tmp_path / "a.parquet.zst").write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("inside.csv", "text\na\nb\n")
+        archive.writestr("__MACOSX/._inside.csv", "x")
+    for name in ("a.parquet.zst", "b.zip"):
+        assert [row.fields for row in read(tmp_path / name)] == [{"text": "a"}, {"text": "b"}]
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.writestr("a.csv", "text\na\n")
+        archive.writestr("b.csv", "text\na\n")
+    with pytest.raises(DataError, match=r"c\.zip: holds 2 files\. Unpack it"):
+        read(tmp_path / "c.zip")

@@ -6,13 +6,15 @@ in order.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from trainer.data.sources.files import DataFile
+from trainer.data.sources.files import BROKEN, DataFile
 from trainer.data.sources.row import Row
+from trainer.data.sources.strict_json import NotJson, decode, decode_from
 from trainer.data.sources.tabular import arrow_rows, csv_rows, parquet_rows
 from trainer.errors import DataError
 
@@ -41,9 +43,13 @@ class Lines:
     def rows(self) -> Iterator[Row]:
         """The rows; blank lines are none. Raises DataError for a JSON array under a wrong name."""
         read = _json_line if self.kind == "jsonl" else _text_line
-        for number, line in enumerate(self.content.split(b"\n"), start=self.first):
-            if line.strip():
-                yield read(f"{self.name}:{number}", number, line)
+        for number, line in self.lines():
+            yield read(f"{self.name}:{number}", number, line)
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Number and content of each line that is not blank."""
+        lines = enumerate(self.content.split(b"\n"), start=self.first)
+        return ((number, line) for number, line in lines if line.strip())
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def read_pieces(file: DataFile) -> Iterator[Piece]:
     try:
         with file.open() as stream:
             yield from _READERS[file.kind](file, stream)
-    except (EOFError, OSError) as error:  # a cut or broken archive
+    except BROKEN as error:  # a cut or broken archive
         raise DataError(f"{file.name}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
@@ -120,24 +126,33 @@ def _lines(file: DataFile, stream: IO[bytes], offset: int = 0, number: int = 1) 
 
 def _json_line(where: str, number: int, line: bytes) -> Row:
     try:
-        value = _DECODER.decode(_text(line))
-    except _BadText as error:
-        return Row(where, None, str(error))
-    except json.JSONDecodeError as error:
+        value = json_value(line)
+    except NotJson as error:
         if line.strip() == b"[":
             raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.") from None
-        return Row(where, None, f"not JSON: {error.msg} (column {error.colno})")
-    except RecursionError:
-        return Row(where, None, "not JSON: nested too deeply")
+        if number == 1 and line.strip() == b"{":
+            raise DataError(
+                f"{where}: an object over several lines, not one a line. Wrap it in [ ], with a comma between objects, "
+                "in a file that ends in .json."
+            ) from None
+        return Row(where, None, str(error))
     if number == 1 and isinstance(value, list):
         raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.")
     return _row(where, value)
 
 
+def json_value(line: bytes) -> Any:
+    """The value of a line. Raises NotJson."""
+    try:
+        return decode(text_of(line))
+    except json.JSONDecodeError as error:
+        raise NotJson(f"not JSON: {error.msg} (column {error.colno})") from None
+
+
 def _text_line(where: str, number: int, line: bytes) -> Row:
     try:
-        return Row(where, {"text": _text(line).rstrip("\r")})
-    except _BadText as error:
+        return Row(where, {"text": text_of(line).rstrip("\r")})
+    except NotJson as error:
         return Row(where, None, str(error))
 
 
@@ -231,7 +246,7 @@ def _element(window: _JsonWindow) -> tuple[Any, str]:
         line = window.where(window.position)
         where = f"{window.file.name}:{line}"
         try:
-            value, end = _DECODER.raw_decode(window.text, window.position)
+            value, end = decode_from(window.text, window.position)
         except json.JSONDecodeError as error:
             at_end = error.pos >= len(window.text) - 16 or error.msg.startswith("Unterminated string")
             if at_end and not window.ended:
@@ -240,10 +255,8 @@ def _element(window: _JsonWindow) -> tuple[Any, str]:
             column = error.pos - window.text.rfind("\n", 0, error.pos)
             place = f"{window.file.name}:{window.where(error.pos)}"
             raise DataError(f"{place}: not JSON: {error.msg} (column {column}).") from None
-        except _BadText as error:
+        except NotJson as error:
             raise DataError(f"{where}: {error}.") from None
-        except RecursionError:
-            raise DataError(f"{where}: not JSON: nested too deeply.") from None
         window.position = end
         return value, where
 
@@ -255,6 +268,8 @@ def _table(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
 
 def _columns(file: DataFile, stream: IO[bytes]) -> Iterator[Piece]:
     """parquet and arrow."""
+    if not stream.seekable():
+        stream = io.BytesIO(stream.read())
     return in_pieces((parquet_rows if file.kind == "parquet" else arrow_rows)(file.name, stream))
 
 
@@ -264,28 +279,18 @@ def _row(where: str, value: Any) -> Row:
     return Row(where, value)
 
 
-class _BadText(ValueError):
-    """Text that cannot stand in a row."""
-
-
-def _text(content: bytes) -> str:
+def text_of(content: bytes) -> str:
+    """Raises NotJson for bytes that are no text."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _BadText(_not_utf8(content, error.start)) from None
+        raise NotJson(_not_utf8(content, error.start)) from None
 
 
 def _not_utf8(content: bytes, position: int) -> str:
     in_line = position - content.rfind(b"\n", 0, position)
     return f"not UTF-8: byte 0x{content[position]:02x} at byte {in_line}"
 
-
-def _no_constant(name: str) -> None:
-    raise _BadText(f"not JSON: {name} is no JSON value")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-"""Made once: json.loads makes one a call where it is given an argument."""
 
 _READERS = {
     "json": _json,

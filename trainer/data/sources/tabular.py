@@ -7,7 +7,8 @@ import io
 from collections.abc import Iterator
 from typing import IO, Any
 
-from trainer.data.sources.row import Row, without_nulls
+from trainer.data.sources.nulls import without_nulls
+from trainer.data.sources.row import Row
 from trainer.errors import DataError
 
 BATCH_ROWS = 1000
