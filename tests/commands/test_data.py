@@ -17,7 +17,7 @@ KEYS = {
 SOURCE_KEYS = {
     *("name", "weight", "path", "format", "rows", "used", "dropped", "dropped_share", "samples", "tokens", "targets"),
     *("target_share", "lengths", "truncated", "truncated_share", "split", "duplicates", "duplicate_share", "ended"),
-    *("ended_share", "cache"),
+    *("ended_share", "cache", "passed_over", "remarks", "overlap"),
 }
 
 
@@ -95,3 +95,43 @@ def test_of_a_stream_the_first_window_is_audited_and_the_rest_is_unknown(tiny, r
     with pytest.raises(DataError, match=r"over data\.max_dropped_share=0\.1"):
         run(words(tiny, rows, *stream, "data.max_dropped_share=0.1"))
     assert "stops" in capsys.readouterr().out
+
+
+def test_remarks_and_files_passed_over_are_said_with_the_way_out(tiny, tmp_path, capsys):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
+    write_jsonl(folder / "train.jsonl", [*chat_rows(), {"messages": chat}])
+    write_jsonl(folder / "test.jsonl", chat_rows()[:2])
+    assert run(words(tiny, folder, f"data.eval_path={folder / 'test.jsonl'}", f"output_dir={tmp_path}")) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "passed over test.jsonl (not of the split train)" in screen
+    assert (
+        "1 rows have an empty answer, of which the end token alone is trained on: data.empty_answers=bad_row" in screen
+    )
+    assert f"({folder}/train.jsonl:9)" in screen
+    assert "2 of the 2 held-out samples are trained on too" in screen
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    assert report["sources"][0]["remarks"] == {"empty answers": {"rows": 1, "first": [f"{folder}/train.jsonl:9"]}}
+    assert report["evaluation_file"]["overlap"] == 2
+
+
+def test_tools_on_a_template_without_them_are_one_line_and_the_shipped_one_writes_them(tiny, tmp_path, capsys):
+    turns = [
+        {"from": "human", "value": "Weather in Ulm?"},
+        {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Ulm"}})},
+        {"from": "observation", "value": "blue"},
+        {"from": "gpt", "value": "Blue."},
+    ]
+    tools = json.dumps([{"name": "weather", "parameters": {"type": "object"}}])
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "tools": tools}] * 12)
+    given = [*words(tiny, file), "data.max_length=512", "train.micro_batch_tokens=512", "data.on_bad_row=error"]
+    with pytest.raises(DataError) as refused:
+        run(given)
+    said = str(refused.value)
+    assert said.count("data.chat_template=plain_tools") == 1 and "the same in 11 more rows" in said
+    assert len(said.splitlines()) == 3 and "Fix these rows" not in said
+    assert run([*given, "data.chat_template=plain_tools", "show=1"]) == 0
+    screen = capsys.readouterr().out
+    assert '\u27e6 Call: {"name": "weather", "arguments": {"city": "Ulm"}}<|eot|>\u27e7\nTool: blue' in screen
+    assert "\u27e6 Blue.<|eot|>\u27e7" in screen

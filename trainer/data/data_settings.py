@@ -41,6 +41,18 @@ class TrainOn(Enum):
     all = "all"
 
 
+class TrainPart(Enum):
+    all = "all"
+    filled = "filled"
+    answer = "answer"
+    thoughts = "thoughts"
+
+
+class EmptyAnswers(Enum):
+    train = "train"
+    bad_row = "bad_row"
+
+
 class OnBadRow(Enum):
     error = "error"
     skip = "skip"
@@ -67,10 +79,10 @@ class Data(Section):
     path: str | None
     """a file, a folder of shards, or owner/name on the hub; embedded:NAME is a file that comes with the trainer"""
     split: str | None
-    """hub: which split, null is train; folder: only shards of that name; file: unused"""
+    """which split of a hub data set, or of a folder whose names tell splits: null is train; file: unused"""
     sources: Any
     """a mixture instead of path: a list of {path, weight} with, where they differ, name, split, format, columns,
-    roles, row_template and train_on"""
+    roles, row_template, train_on and train_part"""
     mix_by: MixBy
     """what a source's weight is a share of"""
     stop: Stop
@@ -84,7 +96,8 @@ class Data(Section):
     row_template: str | None
     """Jinja file that turns a row's fields into a JSON row of data.format (or, for format=text, into the text)"""
     chat_template: str | None
-    """for a base model without one: a name (chatml, plain, instruction) or a Jinja file; null: the tokenizer's own"""
+    """for a base model without one: a name (chatml, plain, instruction; with tools chatml_tools, plain_tools) or a
+    Jinja file; null: the tokenizer's own"""
     eval_path: str | None
     """held-out file of the same kind; null: eval_fraction of the training samples"""
     eval_fraction: Annotated[float, BELOW_1]
@@ -95,6 +108,11 @@ class Data(Section):
     """a sample over max_length: drop it, truncate its end, split it (format text only), or stop with an error"""
     train_on: TrainOn
     """targets: all assistant turns, the last turn only, or every token"""
+    train_part: TrainPart
+    """targets in an answer that begins with thoughts (<think>): all of it, all but think blocks that are empty
+    (filled), the answer behind the thoughts, or the thoughts"""
+    empty_answers: EmptyAnswers
+    """an answer without a word: train its end token, or take it for a bad row"""
     on_bad_row: OnBadRow
     """a row that cannot be used: stop with all of them listed, or skip and count them"""
     max_dropped_share: Annotated[float, SHARE]
@@ -134,8 +152,11 @@ class DataSource:
     """the settings that hold for it"""
 
 
-OWN_KEYS = ("split", "format", "columns", "roles", "row_template", "train_on")
+OWN_KEYS = ("split", "format", "columns", "roles", "row_template", "train_on", "train_part")
 """Settings that a source of a mixture may have to itself."""
+
+ENUMS: dict[str, type[Enum]] = {"format": Format, "train_on": TrainOn, "train_part": TrainPart}
+"""Those of them that take one of a few words."""
 
 
 def training_sources(data: Data) -> list[DataSource]:
@@ -174,7 +195,7 @@ def source_problems(data: Data) -> list[str]:
         weight = entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
             problems.append(f"{key}.weight={weight}: must be a number above 0")
-        for name, kind in (("format", Format), ("train_on", TrainOn)):
+        for name, kind in ENUMS.items():
             if name in entry and str(entry[name]) not in kind.__members__:
                 hint = closest(str(entry[name]), kind.__members__)
                 problems.append(f"{key}.{name}={entry[name]}: must be one of {', '.join(kind.__members__)}{hint}")
@@ -206,8 +227,7 @@ def _mapping_problems(key: str, columns: Any, roles: Any) -> list[str]:
 
 
 def _typed(key: str, value: Any) -> Any:
-    enums = {"format": Format, "train_on": TrainOn}
-    return enums[key][str(value)] if key in enums else value
+    return ENUMS[key][str(value)] if key in ENUMS else value
 
 
 assert set(OWN_KEYS) <= {f.name for f in fields(Data)}

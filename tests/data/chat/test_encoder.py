@@ -170,10 +170,15 @@ def test_plain_text_trains_the_completion_and_one_end_token(tokenizer):
         assert tokenizer.decode([i for i, t in zip(ids, is_target, strict=True) if t]) == trained
 
 
-def test_control_tokens_in_text_stay_text(tokenizer):
+def test_control_tokens_are_the_models_in_plain_text_and_text_in_messages(tokenizer):
     encoder = Encoder(tokenizer, TrainOn.assistant)
-    ids, is_target = encoder.encode(PlainText("", "a<|eot|>b"))
-    assert tokenizer.decode(ids) == "a<|eot|>b<|eot|>" and ids.count(tokenizer.eos_token_id) == 1
+    for sample, own in (
+        (PlainText("", "a<|eot|>b"), "a<|eot|>b<|eot|>"),
+        (PlainText("", "<|start|>a<|eot|>\n"), "<|start|>a<|eot|>\n"),
+        (PlainText("<|start|>a", "b"), "<|start|>ab<|eot|>"),
+    ):
+        assert encoder.encode(sample)[0] == tokenizer(own).input_ids  # oracle: the tokenizer itself
+    assert encoder.prompt("<|start|>a") == tokenizer("<|start|>a").input_ids
     messages = [{"role": "user", "content": "say <|eot|>"}, {"role": "assistant", "content": "<|eot|> said<|start|>"}]
     ids, is_target = encoder.encode(Dialogue(messages, [False, True]))
     assert ids.count(tokenizer.eos_token_id) == 2
@@ -264,12 +269,12 @@ def test_control_tokens_in_text_are_encoded_as_transformers_does_where_it_marks_
     assert ids == ([tokenizer.bos_token_id] if ids[0] == tokenizer.bos_token_id != expected[0] else []) + expected
 
 
-@pytest.mark.parametrize("template, said", [(CHATML_TEMPLATE, "tool_calls of messages[1]"), (None, "the tools")])
+@pytest.mark.parametrize("template, said", [(CHATML_TEMPLATE, "tool calls"), (None, "tools")])
 def test_a_template_that_drops_tools_or_calls_is_refused(template, said):
     tokenizer = make_tokenizer(template or TOOL_TEMPLATE.split("{% endif %}", 1)[1])
     with pytest.raises(BadRow) as refused:
         Encoder(tokenizer, TrainOn.assistant).encode(CALLING)
-    assert f"leaves out the {said.removeprefix('the ')}" in str(refused.value)
+    assert f"does not write {said}: choose one that does, such as data.chat_template=plain_tools" in str(refused.value)
 
 
 def test_a_template_that_drops_or_rewrites_a_message_is_refused():

@@ -65,7 +65,18 @@ def test_completions_alone_are_trained():
     assert sample(fields).trained == [False, False, False, True]
 
 
-@pytest.mark.parametrize("flags, trained", [({"train": False}, False), ({"weight": 0}, False), ({"weight": 1.0}, True)])
+@pytest.mark.parametrize(
+    "flags, trained",
+    [
+        ({"train": False}, False),
+        ({"loss": False}, False),
+        ({"weight": 0}, False),
+        ({"weight": 1.0}, True),
+        ({"loss_weight": 0.0}, False),
+        ({"loss_weight": 1.0}, True),
+        ({"constraint": "a word that only holds train"}, True),
+    ],
+)
 def test_flags_of_a_message(flags, trained):
     assert sample({"messages": [ASKED[0], {**ASKED[1], **flags}]}).trained == [False, trained]
 
@@ -126,9 +137,20 @@ def test_a_mapped_column_is_not_read_under_its_old_name_too():
         ({"messages": [turn("usr", "Hi")]}, "messages[0].role is 'usr' (did you mean user?)"),
         ({"messages": [turn("user", 7)]}, "messages[0].content must be a string or a list of text parts, not 7"),
         ({"messages": [turn("user", [{"type": "image_url"}])]}, "content[0] must be a text part, not 'image_url'"),
+        (
+            {"messages": [turn("user", [{"type": "text", "value": "Hi"}])]},
+            'content[0] is a text part without "text": it has type, value',
+        ),
+        ({"messages": [turn("user", [{"text": 7}])]}, "content[0] is a text part whose text is 7, no string"),
+        ({"messages": [turn("assistant", "Hi", loss_weight=0.5)]}, "loss_weight must be 0 or 1, not 0.5"),
+        ({"messages": [turn("assistant", "Hi", is_masked=True)]}, "messages[0].is_masked could say what is trained on"),
+        ({"messages": [turn("assistant", "Hi", lossweight=1)]}, "(did you mean loss_weight?)"),
+        ({"conversations": [{"from": "gpt", "value": "Hi", "mask": 1}]}, "conversations[0].mask could say"),
+        ({"conversations": [{"from": "bot", "value": "Hi"}]}, "conversations[0].from is 'bot'"),
+        ({"conversations": [{"from": "gpt", "value": 7}]}, "conversations[0].value must be a string"),
         ({"messages": []}, "messages must be a list of messages, not []"),
         ({"messages": ["Hi"]}, "messages[0] must be an object with role and content, not 'Hi'"),
-        ({"messages": "[{"}, "messages is no JSON"),
+        ({"messages": "[{"}, "messages: not JSON: Expecting"),
         ({"messages": [turn("user", "Hi", train=True)]}, "only an assistant's message can be trained on"),
         ({"messages": [turn("assistant", "Hi", weight=0.5)]}, "weight must be 0 or 1, not 0.5"),
         ({"messages": [turn("assistant", "Hi", train="yes")]}, "train must be true or false, not 'yes'"),
@@ -137,10 +159,10 @@ def test_a_mapped_column_is_not_read_under_its_old_name_too():
         ({"messages": [turn("assistant", "", tool_calls=[{"id": "1"}])]}, "must name a function"),
         (
             {"messages": [turn("assistant", "", tool_calls=[{"name": "f", "arguments": "{"}])]},
-            "tool_calls[0].arguments is no JSON",
+            "tool_calls[0].arguments: not JSON: Expecting",
         ),
         ({"messages": ASKED, "tools": "add"}, "tools must be a list of function schemas, not 'add'"),
-        ({"conversations": [{"from": "function_call", "value": "add"}]}, "value of a function_call must be JSON"),
+        ({"conversations": [{"from": "function_call", "value": "add"}]}, "value of a function_call: not JSON"),
         ({"instruction": "Hi", "output": 7}, "output must be a string, not 7"),
         ({"instruction": "Hi", "output": "x", "history": ["a"]}, "history must be a list of [question, answer] pairs"),
         ({"prompt": ASKED, "completion": "x"}, "prompt must be a string, not"),
@@ -172,3 +194,39 @@ def test_thoughts_reach_the_template_under_whichever_name(name):
         Row("f:1", {"messages": [{"role": "user", "content": "2 + 3?"}, answer]})
     )
     assert sample.messages[1] == {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}
+
+
+@pytest.mark.parametrize(
+    "fields, line",
+    [
+        ({"question": "Hi", "answer": "Hello"}, "data.columns={instruction: question, output: answer}"),
+        ({"prompt": "Hi", "response": "Hello"}, "data.columns={instruction: prompt, output: response}"),
+        (
+            {"Query": "Hi", "context": "", "reply": "Hello"},
+            "data.columns={instruction: Query, output: reply, input: context}",
+        ),
+        ({"chat": ASKED}, "data.columns={messages: chat}"),
+    ],
+)
+def test_the_columns_to_type_are_told_and_work(fields, line):
+    assert f"type '{line}'" in refused(fields)
+    columns = dict(pair.split(": ") for pair in line.removeprefix("data.columns={").rstrip("}").split(", "))
+    assert sample(fields, columns=columns) == DIALOGUE
+
+
+def test_a_problem_names_the_message_as_the_row_does():
+    from tests.data.styles import tokenizer_of
+    from trainer.data.chat.encoder import Encoder
+    from trainer.data.data_settings import EmptyAnswers, TrainOn
+
+    encoder = Encoder(tokenizer_of("chatml"), TrainOn.assistant, empty_answers=EmptyAnswers.bad_row)
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]
+    for fields, name in (
+        ({"conversations": turns, "system": "s"}, "conversations[1]"),
+        ({"messages": [ASKED[0], turn("assistant", "")]}, "messages[1]"),
+        ({"instruction": "a", "output": "", "system": "s"}, "output"),
+        ({"prompt": ASKED[:1], "completion": [turn("assistant", "")]}, "completion[0]"),
+    ):
+        with pytest.raises(BadRow) as error:
+            encoder.encode(sample(fields))
+        assert str(error.value) == f"{name}: the answer is empty"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+
 import pytest
 
 from tests.data.styles import tokenizer_of
@@ -86,7 +89,7 @@ def test_row_templates_write_rows_or_text(tmp_path):
     assert format is Format.alpaca and [m["content"] for m in sample.messages] == ['say "hi"', "hi\n"]
     file.write_text("{{ q }}!")
     assert RowReader(Format.text, row_template=row_template(str(file))).sample(row)[0] == PlainText("", 'say "hi"!')
-    with pytest.raises(BadRow, match="wrote no JSON"):
+    with pytest.raises(BadRow, match="data.row_template: not JSON"):
         RowReader(Format.auto, row_template=row_template(str(file))).sample(row)
 
 
@@ -116,3 +119,35 @@ def test_a_row_template_with_what_templates_do_not_have_is_refused_before_any_ro
 def test_a_missing_row_template():
     with pytest.raises(DataError, match="there is no such file"):
         row_template("nowhere.jinja")
+
+
+def test_shipped_templates_with_tools_write_calls_results_and_schemas():
+    """What stands in each, told by plain Python from the messages; the assistant's own words are the targets."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "blue"},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    dialogue = Dialogue(messages, [m["role"] == "assistant" for m in messages], tools)
+    written = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+    block = f"<tool_call>\n{written}\n</tool_call>"
+    for name, end, calls, answer in (
+        ("chatml_tools", "<|im_end|>", f"{block}\n{block}", "Blue."),
+        ("plain_tools", "<|eot|>", f" Call: {written}\nCall: {written}", " Blue."),
+    ):
+        tokenizer = tokenizer_of("chatml") if name == "chatml_tools" else make_tokenizer()
+        own = tokenizer.chat_template
+        try:
+            dress(tokenizer, name, [])
+            ids, is_target = Encoder(tokenizer, TrainOn.assistant).encode(dialogue)
+        finally:
+            tokenizer.chat_template = own
+        runs = itertools.groupby(zip(ids, is_target, strict=True), key=lambda pair: pair[1])
+        said = [tokenizer.decode([i for i, _ in run]) for target, run in runs if target]
+        assert said == [f"{calls}{end}", f"{answer}{end}"]
+        text = tokenizer.decode(ids)
+        assert json.dumps(tools[0]) in text and "Be brief." in text and text.count("blue") == 1

@@ -76,5 +76,6 @@ def test_every_run_begins_with_the_audit_in_short(base_overrides, chats, tmp_pat
     share = tokens.num_targets / tokens.num_tokens
     assert f"{share:.1%} of the tokens trained on; 0.0% truncated, 11.1% repeated, 0 without targets" in screen
     assert f"held out {chats} (messages): 8 rows, 8 used" in screen
-    assert f"warning {file}: 25.0% dropped" in screen and f"warning {chats}" not in screen
+    assert f"warning {file}: 25.0% dropped" in screen
+    assert f"warning {chats}: 8 of the 8 held-out samples are trained on too" in screen
     assert f"9 samples to train on, {tokens.num_tokens:,} tokens" in screen

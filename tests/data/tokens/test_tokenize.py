@@ -6,10 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.support import CHATS, chat_rows, make_tokenizer, write_jsonl
+from tests.support import CHATML_TEMPLATE, CHATS, chat_rows, make_tokenizer, write_jsonl
 from trainer.config.compose import compose
 from trainer.data.chat.encoder import Encoder
 from trainer.data.chat.formats import RowReader
@@ -18,7 +16,7 @@ from trainer.data.sources.files import find_files
 from trainer.data.sources.row import Row
 from trainer.data.sources.rows import read_pieces
 from trainer.data.tokens.gather import load_data
-from trainer.data.tokens.tokenize import load_tokens, openings, split_held_out
+from trainer.data.tokens.tokenize import load_tokens, openings
 from trainer.errors import DataError
 
 
@@ -61,7 +59,7 @@ def test_several_processes_make_the_same_tokens(tmp_path):
     two, counted_again = load(file, "data.workers=2", "data.on_bad_row=skip", "data.cache_dir=null")
     assert one.content_hash() == two.content_hash() and len(one) == len(two) > 10_000
     assert counted == counted_again
-    assert counted.examples["bad row"] == [f"{file}:7778: prompt must be a string, not 1"]
+    assert counted.problems() == [f"{file}:7778: prompt must be a string, not 1"]
 
 
 def test_an_error_in_a_process_is_the_same_error(tmp_path):
@@ -153,9 +151,9 @@ def test_bad_rows_are_all_listed_or_skipped_and_counted(tmp_path):
     assert f"{file}:2: messages[0].role is 'usr'" in said and f"{file}:3: not JSON" in said
     assert f"{file}:4: the chat template refuses the roles user, tool" in said and f"{file}:6: not JSON: NaN" in said
     tokens, counts = load(file, "data.on_bad_row=skip")
-    assert len(tokens) == 2 and counts.dropped == {"bad row": 4} and len(counts.examples["bad row"]) == 4
+    assert len(tokens) == 2 and counts.dropped == {"bad row": 4} and len(counts.problems()) == 4
     many = write_jsonl(tmp_path / "b.jsonl", [{"question": "?"}] * 25)
-    assert refused(many).count("unknown format") == 10 and "... and 15 more" in refused(many)
+    assert refused(many).count("unknown format") == 1 and "the same in 24 more rows" in refused(many)
 
 
 def test_shards_of_different_formats_are_refused(tmp_path):
@@ -204,23 +202,9 @@ def test_thresholds_stop_a_run(tmp_path, tokenizer, setting, rows, words):
         load_data(settings_of(*words, f"data.{setting}=0.05"), 0, tokenizer)
 
 
-@settings(max_examples=40, deadline=None)
-@given(count=st.integers(1, 60), fraction=st.floats(0, 0.99), seed=st.integers(0, 9))
-def test_the_held_out_split_is_a_partition(count, fraction, seed):
-    from tests.factories import random_tokens
-
-    tokens = random_tokens(list(range(2, count + 2)))
-    train, held_out = split_held_out(tokens, fraction, seed)
-    kept = train.lengths.tolist() + (held_out.lengths.tolist() if held_out is not None else [])
-    assert sorted(kept) == tokens.lengths.tolist()
-    assert (held_out is None) == (fraction == 0 or count < 2)
-    again = split_held_out(tokens, fraction, seed)[0]
-    assert again.content_hash() == train.content_hash()
-
-
 def test_openings_are_spread_over_the_dialogues(chats):
     tokens, _ = load(chats)
-    assert [answer for _, answer in openings(tokens, 2)] == [CHATS[0][1], CHATS[-1][1]]
+    assert [opening.answer for opening in openings(tokens, 2)] == [CHATS[0][1], CHATS[-1][1]]
     assert len(openings(tokens, 99)) == 8
 
 
@@ -229,3 +213,74 @@ def test_an_evaluation_file_is_not_split(chats, tokenizer):
         settings_of(f"data.path={chats}", f"data.eval_path={chats}", "data.eval_fraction=0.5"), 0, tokenizer
     )
     assert len(loaded.train_set) == len(loaded.held_out) == 8 and len(loaded.counts) == 2
+
+
+def test_equal_causes_are_said_once_with_their_rows_and_what_to_type(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("question,answer\n" + "".join(f"q{i},a{i}\n" for i in range(12)))
+    said = refused(file)
+    line = "data.columns={instruction: question, output: answer}"
+    assert said.count("unknown format") == 1 and f"type '{line}'" in said and "Fix these rows" not in said
+    assert f"{file}:2: " in said and f"the same in 11 more rows: {file}:3, {file}:4," in said
+    tokens, counts = load(file, line)
+    assert len(tokens) == 12 and counts.format == "alpaca"
+    assert tokens.source(3).messages[0]["content"] == "q3"
+
+
+def test_problems_that_differ_in_the_number_of_a_message_alone_are_one(tmp_path):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [{"messages": [*chat[:n], {"role": "usr", "content": "?"}]} for n in (0, 1, 2)]
+    said = refused(write_jsonl(tmp_path / "a.jsonl", [*rows, {"prompt": 1, "completion": ""}]))
+    assert "a.jsonl:1: messages[0].role is 'usr'" in said and said.count("'usr'") == 1
+    assert "the same in 2 more rows" in said and "a.jsonl:4: prompt must be a string" in said
+
+
+def test_empty_answers_are_counted_or_bad_rows(tmp_path, tokenizer):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
+    calling = [chat[0], {"role": "assistant", "content": "", "reasoning_content": "hm"}]
+    rows = [{"messages": chat}, {"messages": [chat[0], {**chat[1], "content": " x"}]}, {"messages": [*chat, *calling]}]
+    template = tokenizer.chat_template.replace("m.content | trim", "(m.reasoning_content or '') + m.content | trim")
+    file = write_jsonl(tmp_path / "a.jsonl", rows)
+    _, counts = load(file, tokenizer=make_tokenizer(template))
+    assert counts.remarks == {"empty answers": 2} and counts.examples["empty answers"] == [f"{file}:1", f"{file}:3"]
+    _, last = load(file, "data.train_on=last", tokenizer=make_tokenizer(template))
+    assert last.remarks == {"empty answers": 1}  # the thoughts of the third are words
+    _, skipped = load(file, "data.empty_answers=bad_row", "data.on_bad_row=skip", tokenizer=make_tokenizer(template))
+    assert skipped.used == 1 and skipped.dropped == {"bad row": 2}
+    assert "messages[1]: the answer is empty" in refused(file, "data.empty_answers=bad_row")
+    alpaca = write_jsonl(
+        tmp_path / "b.jsonl", [{"instruction": "x", "output": ""}, {"instruction": "y", "output": "z"}]
+    )
+    assert load(alpaca)[1].remarks == {"empty answers": 1}
+    assert "output: the answer is empty" in refused(alpaca, "data.empty_answers=bad_row")
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_sample_ends_where_the_templates_newline_stands_behind_the_end_token(chats, train_on):
+    tokenizer = make_tokenizer(CHATML_TEMPLATE)
+    tokens, counts = load(chats, f"data.train_on={train_on}", tokenizer=tokenizer)
+    assert counts.ended == counts.samples == 8
+    assert tokenizer.eos_token_id in tokens.ends()
+
+
+def test_rendered_text_is_the_tokenizers_own_and_counted(tmp_path):
+    tokenizer = make_tokenizer(CHATML_TEMPLATE)
+    chat = [{"role": "user", "content": "Q 0"}, {"role": "assistant", "content": "A 0"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": text}, {"text": "plain"}])
+    tokens, counts = load(file, tokenizer=tokenizer)
+    assert tokens.sample(0)[0].tolist() == tokenizer(text).input_ids  # oracle
+    assert counts.remarks == {"control tokens in the text": 1} and counts.plain == counts.ended == 2
+    quoted = write_jsonl(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": text}, chat[1]]}])
+    (sample,) = load(quoted, tokenizer=tokenizer)[0].sample(0)[:1]
+    assert sample.tolist().count(tokenizer.eos_token_id) == 2  # the template's two, none of the quoted
+
+
+def test_files_that_are_passed_over_are_told_also_from_the_cache(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", chat_rows())
+    write_jsonl(tmp_path / "test.jsonl", chat_rows())
+    (tmp_path / "notes.docx").write_text("x")
+    for _ in range(2):
+        tokens, counts = load(tmp_path)
+        assert len(tokens) == 8
+        assert counts.passed_over == ["notes.docx (no kind of data file)", "test.jsonl (not of the split train)"]

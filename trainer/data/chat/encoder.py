@@ -1,21 +1,21 @@
 """The one path from messages to tokens, for training, evaluation and generation.
 
 Which characters the assistant wrote is found from the template itself, never from marker strings (spans.py). Text
-that looks like a control token but stands in a message stays text: it is put aside while the template renders, and
-tokenised as ordinary characters.
+that looks like a control token but stands in a message stays text (aside.py).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING
 
+from trainer.data.chat.aside import Aside, without_reserved
 from trainer.data.chat.messages import THOUGHTS, BadRow, Dialogue, Message, PlainText, Sample
 from trainer.data.chat.rendering import ChatTemplate
-from trainer.data.chat.spans import RESERVED, Rendered, find_spans
-from trainer.data.data_settings import TrainOn
+from trainer.data.chat.spans import Rendered, find_spans
+from trainer.data.chat.thoughts import OPEN, parts, thoughts_of, trained_part
+from trainer.data.data_settings import EmptyAnswers, TrainOn, TrainPart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,8 +23,18 @@ if TYPE_CHECKING:
 Encoded = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is a target."""
 
-OPEN, CLOSE = RESERVED[1:]
-"""Around the number of a control token that is meant as text."""
+Asked = list[Message] | str
+"""What a model is asked: messages through the chat template, or a text that it goes on from."""
+
+CONTROL_TOKENS = "control tokens in the text"
+EMPTY_ANSWER = "empty answers"
+LAST_THOUGHTS = "thoughts of the last answer left out"
+EARLIER_THOUGHTS = "thoughts of earlier answers left out"
+OTHER_PROMPT = "answers behind another prompt than generation's"
+"""What is remarked of a sample that is trained on all the same; the audit says what it means."""
+
+Remark = Callable[[int, str], None]
+"""Takes the number of a sample, and what is remarked of it."""
 
 SHORT = 80
 """Characters of a piece of text whose tokens are kept: a template's headers come again in every sample."""
@@ -33,20 +43,24 @@ SHORT = 80
 class Encoder:
     """Samples to tokens with one tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, chosen: str | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train_on: TrainOn,
+        chosen: str | None = None,
+        train_part: TrainPart = TrainPart.all,
+        empty_answers: EmptyAnswers = EmptyAnswers.train,
+    ):
         """`chosen`: data.chat_template where that is where the tokenizer has its template from."""
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, chosen)
-        self.train_on = train_on
-        special = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.special_ids = frozenset(set(special) | set(tokenizer.all_special_ids))
-        self._special = {token.content: (index, token) for index, token in special.items()}
-        self._names = sorted(self._special, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
+        self.train_on, self.train_part, self.empty_answers = train_on, train_part, empty_answers
+        self.aside = Aside(tokenizer)
+        self.special_ids = self.aside.special_ids
         with_special = tokenizer("").input_ids
         bos = tokenizer.bos_token_id
         self.adds_bos = bos is not None and with_special[:1] == [bos]
-        self._short_tokens = lru_cache(maxsize=4096)(self._tokens)
+        self._short_tokens = lru_cache(maxsize=4096)(self.aside.tokens)
 
     def encode(self, sample: Sample) -> Encoded:
         """Tokens and targets of one sample, with exactly one begin and one end token. Raises BadRow."""
@@ -55,11 +69,13 @@ class Encoder:
             raise encoded
         return encoded
 
-    def encode_many(self, samples: Iterable[Sample]) -> list[Encoded | BadRow]:
+    def encode_many(
+        self, samples: Iterable[Sample], remark: Remark = lambda number, what: None
+    ) -> list[Encoded | BadRow]:
         """The same for each sample, with the tokenizer called once; a BadRow where a sample has none."""
-        drafts = [self._draft(sample) for sample in samples]
+        drafts = [self._draft(sample, partial(remark, number)) for number, sample in enumerate(samples)]
         texts = [text for draft in drafts if not isinstance(draft, BadRow) for text in draft.texts]
-        tokens = iter(self._batch(texts))
+        tokens = iter(self.aside.batch(texts))
         encoded: list[Encoded | BadRow] = []
         for draft in drafts:
             if isinstance(draft, BadRow):
@@ -72,45 +88,151 @@ class Encoder:
                 encoded.append(error)
         return encoded
 
-    def prompt(self, messages: list[Message]) -> list[int]:
-        """Tokens up to where the assistant starts to answer."""
-        return self._begin(self._tokens(self.template.renderer(None)(self._set_aside(messages), True)))
+    def prompt(self, asked: Asked, tools: list[dict] | None = None) -> list[int]:
+        """Tokens up to where the assistant starts to answer, or the text's own. Raises BadRow."""
+        if isinstance(asked, str):
+            return self._begin(self.aside.tokens(without_reserved(asked)))
+        messages, tools = self.aside.messages(asked, self._prompt_opens_thoughts), self.aside.value(tools)
+        return self._begin(self.aside.tokens(self.template.renderer(tools)(messages, True)))
+
+    def is_ended(self, ids: Sequence[int]) -> bool:
+        """Whether tokens end with an end token, but for a template's space behind it."""
+        closed = self._through_control_token(ids, 0, len(ids))
+        return closed > 0 and int(ids[closed - 1]) in self.special_ids
 
     def render(self, messages: list[Message], generation_prompt: bool = False, tools: list[dict] | None = None) -> str:
         """The template's text. Raises BadRow with the template's own words."""
         return self.template.renderer(tools)(messages, generation_prompt)
 
-    def _draft(self, sample: Sample) -> _Draft | BadRow:
+    def _draft(self, sample: Sample, remark: Callable[[str], None]) -> _Draft | BadRow:
         try:
             if isinstance(sample, PlainText):
-                texts = [self._escape(sample.prompt), self._escape(sample.text)]
-                return _Draft(texts, self._plain)
-            messages, tools = self._set_aside(sample.messages), self._set_aside(sample.tools)
+                return self._text_draft(sample, remark)
+            messages, tools = (
+                self.aside.messages(sample.messages, self._prompt_opens_thoughts),
+                self.aside.value(sample.tools),
+            )
             render = self.template.renderer(tools)
-            text = render(messages)
-            _check_nothing_left_out(messages, tools, text, self.template.renderer(None))
-            if self.train_on is TrainOn.all:
-                return _Draft([text], self._whole)
+            try:
+                text = render(messages)
+            except BadRow as error:
+                with_tools = tools is not None or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+                raise BadRow(f"{error}; {self._with_tools()}") from None if with_tools else error
+            self._check_nothing_left_out(messages, tools, text)
             turns = [i for i, trained in enumerate(sample.trained) if trained]
+            last_turn = max(_assistant_turns(sample))
             if self.train_on is TrainOn.last:
-                turns = [i for i in turns if i == max(_assistant_turns(sample))]
-            rendered = find_spans(messages, turns, text, render, self._pattern)
-            last = bool(turns) and turns[-1] == len(messages) - 1
+                turns = [i for i in turns if i == last_turn]
+            for turn in turns:
+                self._look_at_answer(messages, turn, remark)
+            if self.train_on is TrainOn.all:
+                self._look_at_thoughts(messages, turns, [text] * len(turns), remark)
+                return _Draft([text], self._whole)
+            rendered = find_spans(messages, turns, text, render, self.aside.control)
+            words = [text[start:stop] for start, stop in rendered.spans]
+            self._look_at_thoughts(messages, turns, words, remark)
+            if not all(text[:start].endswith(self._prompt_end) for start, _ in rendered.spans):
+                remark(OTHER_PROMPT)
+            last = bool(turns) and turns[-1] == len(messages) - 1 and self.train_part is not TrainPart.thoughts
+            rendered = Rendered(text, self._parts_of(messages, turns, rendered))
             return _Draft([text], lambda ids: self._masked(ids, rendered, last))
         except BadRow as error:
-            return error
+            return BadRow(sample.in_the_rows_words(str(error))) if isinstance(sample, Dialogue) else error
+
+    def _text_draft(self, sample: PlainText, remark: Callable[[str], None]) -> _Draft:
+        """Plain text: its control tokens are the model's, as the tokenizer has them; other tools write it so."""
+        texts = [without_reserved(sample.prompt), without_reserved(sample.text)]
+        if any(self.aside.control.search(text) for text in texts):
+            remark(CONTROL_TOKENS)
+        if not sample.text.strip():
+            self._refuse_or_remark("the text to train on is empty", remark)
+        return _Draft(texts, self._plain)
+
+    def _look_at_answer(self, messages: list[Message], turn: int, remark: Callable[[str], None]) -> None:
+        message = messages[turn]
+        thought_of = thoughts_of(message, self._prompt_opens_thoughts) and self.train_part is not TrainPart.answer
+        answer = parts(message["content"], self._prompt_opens_thoughts).answer
+        if not answer.strip() and not message.get("tool_calls") and not thought_of:
+            self._refuse_or_remark(f"messages[{turn}]: the answer is empty", remark)
+
+    def _refuse_or_remark(self, problem: str, remark: Callable[[str], None]) -> None:
+        if self.empty_answers is EmptyAnswers.bad_row:
+            raise BadRow(problem)
+        remark(EMPTY_ANSWER)
+
+    def _look_at_thoughts(
+        self, messages: list[Message], turns: list[int], words: list[str], remark: Callable[[str], None]
+    ) -> None:
+        """Remarks on thoughts that a template leaves out of the words that are trained on."""
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        for turn, said in zip(turns, words, strict=True):
+            if thoughts_of(messages[turn], self._prompt_opens_thoughts) not in said:
+                remark(LAST_THOUGHTS if turn == last else EARLIER_THOUGHTS)
+
+    def _parts_of(self, messages: list[Message], turns: list[int], rendered: Rendered) -> list[tuple[int, int]]:
+        """The spans that data.train_part leaves of the answers'."""
+        spans = []
+        for turn, (start, stop) in zip(turns, rendered.spans, strict=True):
+            thoughts = thoughts_of(messages[turn], self._prompt_opens_thoughts)
+            first, end = trained_part(rendered.text[start:stop], thoughts, self.train_part)
+            if first < end:
+                spans.append((start + first, start + end))
+        return spans
+
+    def _check_nothing_left_out(self, messages: list[Message], tools: list[dict] | None, text: str) -> None:
+        """Raises BadRow where the template silently drops a message, a call or the tools: they would not be trained
+        on."""
+        for i, message in enumerate(messages):
+            content = message["content"]
+            if message["role"] == "assistant":
+                answer = parts(content, self._prompt_opens_thoughts).answer
+            else:
+                answer = content
+            if content.strip() not in text and answer.strip() not in text:
+                raise BadRow(f"the chat template leaves out or rewrites the text of messages[{i}] ({message['role']})")
+            for call in message.get("tool_calls", ()):
+                if call["function"]["name"] not in text:
+                    raise BadRow(f"the chat template does not write tool calls: {self._with_tools()}")
+        # Templates of thinking models drop earlier turns' thoughts on purpose.
+        if (thoughts := messages[-1].get(THOUGHTS[0])) and thoughts.strip() not in text:
+            raise BadRow(
+                f"the chat template leaves out the thoughts ({THOUGHTS[0]}) of messages[{len(messages) - 1}]: choose "
+                "one that writes them with data.chat_template, or take them out of the rows"
+            )
+        if tools is not None and self.template.renderer(None)(messages) == text:
+            raise BadRow(f"the chat template does not write tools: {self._with_tools()}")
+
+    def _with_tools(self) -> str:
+        """The way out."""
+        fits = "chatml_tools" if "<|im_start|>" in self.aside.special else "plain_tools"
+        return f"choose one that does, such as data.chat_template={fits}"
+
+    @cached_property
+    def _prompt_end(self) -> str:
+        """What the template writes to make the assistant answer; empty where it does not tell."""
+        render, asked = self.template.renderer(None), [{"role": "user", "content": "Hello"}]
+        try:
+            ended, asking = render(asked), render(asked, True)
+        except BadRow:
+            return ""
+        return asking[len(ended) :] if asking.startswith(ended) else ""
+
+    @cached_property
+    def _prompt_opens_thoughts(self) -> bool:
+        return self._prompt_end.rstrip().endswith(OPEN)
 
     def _plain(self, prompt: list[int], text: list[int]) -> Encoded:
+        """Targets are the text's tokens, and with train_on=all the prompt's; a begin token alone before it is none."""
         before = self._begin(prompt)
+        if not prompt and self.adds_bos and text[:1] == before:
+            before, text = text[:1], text[1:]
         in_prompt = self.train_on is TrainOn.all and bool(prompt)
-        return self._end(before + text, [in_prompt] * len(before) + [True] * len(text))
+        ids, is_target = before + text, [in_prompt] * len(before) + [True] * len(text)
+        return (ids, is_target) if self.is_ended(text) else self._end(ids, is_target)
 
     def _whole(self, ids: list[int]) -> Encoded:
         ids = self._begin(ids)
-        closed = self._through_control_token(ids, 0, len(ids))
-        if closed < len(ids) or (ids[-1:] and ids[-1] in self.special_ids):
-            return ids, [True] * len(ids)
-        return self._end(ids, [True] * len(ids))
+        return (ids, [True] * len(ids)) if self.is_ended(ids) else self._end(ids, [True] * len(ids))
 
     def _masked(self, ids: list[int], rendered: Rendered, last: bool) -> Encoded:
         """Tokens with the spans as targets, each through its end token.
@@ -135,7 +257,7 @@ class Encoder:
 
         The tokenizer cuts the text at control tokens first, so only the text since the last one needs a second look.
         """
-        control = [match.span() for match in self._pattern.finditer(text)]
+        control = [match.span() for match in self.aside.control.finditer(text)]
         places = [k for k, index in enumerate(ids) if index in self.special_ids]
         if len(places) != len(control):
             control, places = [], []
@@ -144,7 +266,7 @@ class Encoder:
             before = [n for n, (_, stop) in enumerate(control) if stop <= position]
             start, base = (control[before[-1]][0], places[before[-1]]) if before else (0, 0)
             piece = text[start:position]
-            tokens = self._short_tokens(piece) if len(piece) <= SHORT else self._tokens(piece)
+            tokens = self._short_tokens(piece) if len(piece) <= SHORT else self.aside.tokens(piece)
             if ids[base : base + len(tokens)] != tokens:
                 return None
             borders.append(base + len(tokens))
@@ -155,14 +277,14 @@ class Encoder:
         is_target: list[bool] = []
         position = 0
         for start, stop in spans:
-            before, answer = self._tokens(text[position:start]), self._tokens(text[start:stop])
+            before, answer = self.aside.tokens(text[position:start]), self.aside.tokens(text[start:stop])
             end = self._through_control_token(answer, 0, len(answer))
             ids += before + answer
             is_target += [False] * len(before) + [True] * end + [False] * (len(answer) - end)
             position = stop
-        rest = self._tokens(text[position:])
+        rest = self.aside.tokens(text[position:])
         ids, is_target = ids + rest, is_target + [False] * len(rest)
-        if self.tokenizer.decode(ids) != self.tokenizer.decode(self._tokens(text)):
+        if self.tokenizer.decode(ids) != self.tokenizer.decode(self.aside.tokens(text)):
             raise BadRow("the tokenizer merges text across the border of an answer and cannot be split there")
         return ids, is_target
 
@@ -173,55 +295,6 @@ class Encoder:
                 behind = self.tokenizer.decode(ids[i + 1 : stop]) if i + 1 < stop else ""
                 return stop if behind.strip() else i + 1
         return stop
-
-    def _escape(self, text: str) -> str:
-        """The text with control tokens put aside. Raises BadRow for the characters that this needs for itself."""
-        if any(mark in text for mark in RESERVED):
-            raise BadRow("the text holds one of the noncharacters U+FDD0, U+FDD1, U+FDD2, which are no text")
-        if self._pattern.search(text) is None:
-            return text
-        return self._pattern.sub(lambda match: f"{OPEN}{self._names.index(match[0])}{CLOSE}", text)
-
-    def _set_aside(self, value: Any) -> Any:
-        """Every string in messages or tools, escaped; the keys of objects too, which templates write as JSON."""
-        if isinstance(value, str):
-            return self._escape(value)
-        if isinstance(value, list):
-            return [self._set_aside(item) for item in value]
-        if isinstance(value, dict):
-            return {self._set_aside(key): self._set_aside(item) for key, item in value.items()}
-        return value
-
-    def _batch(self, texts: list[str]) -> list[list[int]]:
-        plain = [text for text in texts if text and OPEN not in text]
-        tokens = iter(self.tokenizer(plain, add_special_tokens=False).input_ids if plain else [])
-        return [self._escaped_tokens(text) if OPEN in text else next(tokens) if text else [] for text in texts]
-
-    def _tokens(self, text: str) -> list[int]:
-        if OPEN in text:
-            return self._escaped_tokens(text)
-        return self.tokenizer(text, add_special_tokens=False).input_ids
-
-    def _escaped_tokens(self, text: str) -> list[int]:
-        """Tokens where the text's own control tokens are tokens and those put aside are characters."""
-        ids: list[int] = []
-        position, strip_left = 0, False
-
-        def add(piece: str) -> None:
-            piece = re.sub(f"{OPEN}(\\d+){CLOSE}", lambda match: self._names[int(match[1])], piece)
-            if piece:
-                ids.extend(self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True).input_ids)
-
-        for match in self._pattern.finditer(text):
-            index, token = self._special[match[0]]
-            piece = text[position : match.start()]
-            piece = piece.lstrip() if strip_left else piece
-            add(piece.rstrip() if token.lstrip else piece)
-            ids.append(index)
-            position, strip_left = match.end(), token.rstrip
-        piece = text[position:]
-        add(piece.lstrip() if strip_left else piece)
-        return ids
 
     def _begin(self, ids: list[int]) -> list[int]:
         return self._with_begin(ids, [False] * len(ids))[0]
@@ -251,24 +324,3 @@ class _Draft:
 
 def _assistant_turns(sample: Dialogue) -> list[int]:
     return [i for i, message in enumerate(sample.messages) if message["role"] == "assistant"] or [-1]
-
-
-def _check_nothing_left_out(
-    messages: list[Message], tools: list[dict] | None, text: str, without_tools: Callable[[list[Message]], str]
-) -> None:
-    """Raises BadRow where the template silently drops a message, a call or the tools: it would not be trained on."""
-    for i, message in enumerate(messages):
-        content = message["content"]
-        if content.strip() not in text and content.rpartition("</think>")[2].strip() not in text:
-            raise BadRow(f"the chat template leaves out or rewrites the text of messages[{i}] ({message['role']})")
-        for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                raise BadRow(f"the chat template leaves out the tool_calls of messages[{i}]")
-    # Templates of thinking models drop earlier turns' thoughts on purpose.
-    if (thoughts := messages[-1].get(THOUGHTS[0])) and thoughts.strip() not in text:
-        raise BadRow(
-            f"the chat template leaves out the thoughts ({THOUGHTS[0]}) of messages[{len(messages) - 1}]: choose one "
-            "that writes them with data.chat_template, or take them out of the rows"
-        )
-    if tools is not None and without_tools(messages) == text:
-        raise BadRow("the chat template leaves out the tools")

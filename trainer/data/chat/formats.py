@@ -5,14 +5,15 @@ Every format that is read here becomes the same thing: the messages of messages.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.data.chat.messages import ALIASES, BadRow, Dialogue, PlainText, Sample, dialogue, parsed, shown
 from trainer.data.data_settings import Format
 from trainer.data.sources.row import Row
+from trainer.data.sources.strict_json import decode, problem
 from trainer.errors import closest
 
 CALL_ROLE = "function_call"
@@ -26,6 +27,15 @@ KEYS: dict[Format, tuple[str, ...]] = {
     Format.text: ("text",),
 }
 """Fields by which a format is known, and which it needs."""
+
+WORDS = {
+    "instruction": ("question", "query", "instruction", "prompt", "input", "user", "problem"),
+    "output": ("answer", "response", "output", "completion", "target", "assistant", "solution", "reply"),
+    "input": ("context", "passage", "input"),
+    "messages": ("conversation", "conversations", "dialog", "dialogue", "chat", "turns", "messages"),
+    "text": ("content", "document", "body", "story", "article"),
+}
+"""What others call our fields."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,24 @@ def detect(fields: dict[str, Any]) -> Format:
         names = " and ".join(format.value for format in found)
         raise BadRow(f"the row fits {names}: choose one with data.format=")
     known = "; ".join(f"{format.value}: {', '.join(keys)}" for format, keys in KEYS.items())
-    raise BadRow(f"unknown format: the row has {_names(fields)}; known are {known}. data.columns maps other names")
+    fix = _columns_for(fields) or f"known are {known}. data.columns maps other names"
+    raise BadRow(f"unknown format: the row has {_names(fields)}; {fix}")
+
+
+def _columns_for(fields: dict[str, Any]) -> str | None:
+    """The data.columns to type, where the row's names are words for ours."""
+    mapped: dict[str, str] = {}
+    for ours, theirs in WORDS.items():
+        name = next((f for f in fields if f.lower() in theirs and f not in mapped.values()), None)
+        if name is not None:
+            mapped[ours] = name
+    for format in (Format.alpaca, Format.messages, Format.text):
+        keys = [key for key in (*KEYS[format], *(("input",) if format is Format.alpaca else ())) if key in mapped]
+        if set(KEYS[format]) <= set(keys):
+            pairs = ", ".join(f"{key}: {mapped[key]}" for key in keys if mapped[key] != key)
+            if all(re.fullmatch(r"\w+", mapped[key]) for key in keys):
+                return f"to train on them as {format.value} type 'data.columns={{{pairs}}}'"
+    return None
 
 
 def _templated(rendered: str, format: Format) -> dict[str, Any]:
@@ -84,9 +111,9 @@ def _templated(rendered: str, format: Format) -> dict[str, Any]:
     if format is Format.text:
         return {"text": rendered}
     try:
-        fields = json.loads(rendered)
-    except json.JSONDecodeError as error:
-        raise BadRow(f"data.row_template wrote no JSON ({error.msg} at {error.pos}): {shown(rendered)}") from None
+        fields = decode(rendered)
+    except ValueError as error:
+        raise BadRow(f"data.row_template: {problem(error)}: {shown(rendered)}") from None
     if not isinstance(fields, dict):
         raise BadRow(f"data.row_template must write a JSON object, not {shown(fields)}")
     return fields
@@ -111,8 +138,8 @@ def _sharegpt(fields: dict[str, Any], roles: dict[str, str]) -> Dialogue:
         if "from" not in turn:
             messages.append(turn)
             continue
-        message = {"role": turn["from"], "content": turn.get("value")}
-        message |= {key: turn[key] for key in ("train", "weight", "name") if key in turn}
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        message = {**others, "role": turn["from"], "content": turn.get("value")}
         if roles.get(turn["from"], turn["from"]) == CALL_ROLE:
             message |= {
                 "role": "assistant",
@@ -120,14 +147,20 @@ def _sharegpt(fields: dict[str, Any], roles: dict[str, str]) -> Dialogue:
                 "tool_calls": _parsed_calls(turn.get("value"), f"{name}[{i}]"),
             }
         messages.append(message)
-    return dialogue(messages, name, roles, _tools(fields), shift)
+    try:
+        return dialogue(messages, name, roles, _tools(fields), shift)
+    except BadRow as error:
+        if not all("from" in turn for turn in turns):
+            raise
+        theirs = str(error).replace("].role", "].from").replace("].content", "].value")
+        raise BadRow(theirs) from None
 
 
 def _parsed_calls(value: Any, where: str) -> list[Any]:
     try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise BadRow(f"{where}.value of a {CALL_ROLE} must be JSON ({error.msg}): {shown(value)}") from None
+        calls = decode(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise BadRow(f"{where}.value of a {CALL_ROLE}: {problem(error)}: {shown(value)}") from None
     return calls if isinstance(calls, list) else [calls]
 
 
@@ -153,7 +186,10 @@ def _alpaca(fields: dict[str, Any], roles: dict[str, str]) -> Dialogue:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction})
     messages.append({"role": "assistant", "content": output})
-    return dialogue(messages, "messages", {})
+    sample = dialogue(messages, "messages", {})
+    pairs = [f"history[{i}][{k}]" for i in range(len(history)) for k in (0, 1)]
+    names = [*(["system"] if fields.get("system") else []), *pairs, "instruction", "output"]
+    return replace(sample, names=names)
 
 
 def _prompt_completion(fields: dict[str, Any], roles: dict[str, str]) -> Sample:
@@ -162,7 +198,8 @@ def _prompt_completion(fields: dict[str, Any], roles: dict[str, str]) -> Sample:
         before = dialogue(prompt, "prompt", roles)
         after = dialogue(completion, "completion", roles)
         untrained = [False] * len(before.messages)
-        return Dialogue(before.messages + after.messages, untrained + after.trained, _tools(fields))
+        names = [*before.names, *after.names]
+        return Dialogue(before.messages + after.messages, untrained + after.trained, _tools(fields), names)
     return PlainText(_string(fields, "prompt"), _string(fields, "completion"))
 
 

@@ -5,10 +5,11 @@ What a row says and no sample can hold is refused.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.data.sources.strict_json import decode, problem
 from trainer.errors import closest
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,6 +27,18 @@ ALIASES = {
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that rows give to what the assistant thought before it answered; templates know the first."""
 
+FIELDS = ("role", "content", "name", "tool_calls", "function_call", "tool_call_id", *THOUGHTS)
+"""What is read of a message, beside whether it is trained on."""
+
+SWITCHES = ("train", "loss")
+"""Names that rows give to whether a message is trained on; true or false."""
+
+WEIGHTS = ("weight", "loss_weight")
+"""Names that rows give to how much a message counts; of these only 0 and 1 are taken."""
+
+OWN_WEIGHT = re.compile(r"(?i:(?<![a-z])(?:weight|mask|loss|train|ignore)|(?:weight|mask)s?(?![a-z]))")
+"""In a field's name: it says what of a message is to be trained on."""
+
 Message = dict[str, Any]
 
 
@@ -42,6 +55,14 @@ class Dialogue:
     """which messages may be targets, before data.train_on"""
     tools: list[dict[str, Any]] | None = None
     """functions that the assistant may call, as JSON schemas"""
+    names: list[str] | None = field(default=None, compare=False)
+    """what the row calls each message; None: messages[i]"""
+
+    def in_the_rows_words(self, text: str) -> str:
+        """A problem with messages[i], under the names that the row has."""
+        if self.names is None:
+            return text
+        return re.sub(r"\bmessages\[(\d+)\]", lambda match: self.names[int(match[1])], text)
 
 
 @dataclass(frozen=True)
@@ -69,7 +90,10 @@ def dialogue(
             raise BadRow(f"{where} must be an object with role and content, not {shown(message)}")
         clean.append(_message(message, where, roles))
         trained.append(_is_trained(message, clean[-1]["role"], where))
-    return Dialogue(clean, trained, tools)
+    names = None
+    if name != "messages":
+        names = [f"{name}[{i - shift}]" if i >= shift else "system" for i in range(len(clean))]
+    return Dialogue(clean, trained, tools, names)
 
 
 def _message(message: dict[str, Any], where: str, roles: dict[str, str]) -> Message:
@@ -110,9 +134,19 @@ def _text_of(content: Any, where: str) -> str:
         elif isinstance(part, str):
             texts.append(part)
         else:
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise BadRow(f"{where}.content[{i}] must be a text part, not {shown(kind)}: only text is trained on")
+            raise BadRow(f"{where}.content[{i}] {_no_text_part(part)}")
     return "".join(texts)
+
+
+def _no_text_part(part: Any) -> str:
+    if not isinstance(part, dict):
+        return f"must be a text part, not {shown(part)}"
+    kind = part.get("type", "text")
+    if kind != "text":
+        return f"must be a text part, not {shown(kind)}: only text is trained on"
+    if "text" in part:
+        return f"is a text part whose text is {shown(part['text'])}, no string"
+    return f'is a text part without "text": it has {", ".join(part)}'
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -123,9 +157,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise BadRow(f"{where}.arguments is no JSON ({error.msg}): {shown(arguments)}") from None
+            arguments = decode(arguments or "{}")
+        except ValueError as error:
+            raise BadRow(f"{where}.arguments: {problem(error)}: {shown(arguments)}") from None
     if not isinstance(arguments, dict):
         raise BadRow(f"{where}.arguments must be an object, not {shown(arguments)}")
     clean = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -133,33 +167,40 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _is_trained(message: dict[str, Any], role: str, where: str) -> bool:
-    """An assistant's message is, unless its `train` or `weight` (OpenAI) says no."""
-    flags = []
-    train, weight = message.get("train"), message.get("weight")
-    if train is not None:
-        if not isinstance(train, bool):
-            raise BadRow(f"{where}.train must be true or false, not {shown(train)}")
-        flags.append(train)
-    if weight is not None:
-        if isinstance(weight, bool) or weight not in (0, 1):
-            raise BadRow(f"{where}.weight must be 0 or 1, not {shown(weight)}")
-        flags.append(bool(weight))
-    if len(set(flags)) > 1:
-        raise BadRow(f"{where}: train={shown(train)} and weight={shown(weight)} contradict each other")
-    if role != "assistant":
-        if any(flags):
-            raise BadRow(f"{where}: only an assistant's message can be trained on, not the {role}'s")
-        return False
-    return flags[0] if flags else True
+    """An assistant's message is, unless a switch or a weight of it says no. Raises BadRow for what could be another."""
+    flags = {}
+    for key, value in message.items():
+        if value is None or key in FIELDS:
+            continue
+        if key in SWITCHES:
+            if not isinstance(value, bool):
+                raise BadRow(f"{where}.{key} must be true or false, not {shown(value)}")
+            flags[key] = value
+        elif key in WEIGHTS:
+            if isinstance(value, bool) or value not in (0, 1):
+                raise BadRow(f"{where}.{key} must be 0 or 1, not {shown(value)}")
+            flags[key] = bool(value)
+        elif OWN_WEIGHT.search(key):
+            raise BadRow(
+                f"{where}.{key} could say what is trained on, and is not known{closest(key, (*SWITCHES, *WEIGHTS))}. "
+                f"Known are {', '.join(SWITCHES)} (true or false) and {', '.join(WEIGHTS)} (0 or 1)"
+            )
+    if len(set(flags.values())) > 1:
+        said = " and ".join(f"{key}={shown(message[key])}" for key in flags)
+        raise BadRow(f"{where}: {said} contradict each other")
+    wanted = next(iter(flags.values()), role == "assistant")
+    if wanted and role != "assistant":
+        raise BadRow(f"{where}: only an assistant's message can be trained on, not the {role}'s")
+    return wanted
 
 
 def parsed(value: Any, name: str) -> Any:
     """A list that stands in a text column (csv, parquet) as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"{name} is no JSON ({error.msg} at {error.pos}): {shown(value)}") from None
+            return decode(value)
+        except ValueError as error:
+            raise BadRow(f"{name}: {problem(error)}: {shown(value)}") from None
     return value
 
 

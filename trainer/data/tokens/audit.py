@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data.chat.encoder import CONTROL_TOKENS, EARLIER_THOUGHTS, EMPTY_ANSWER, LAST_THOUGHTS, OTHER_PROMPT
 from trainer.data.data_settings import Data, training_sources
-from trainer.data.tokens.counts import Counts, over_thresholds
+from trainer.data.tokens.counts import BAD_ROW, LISTED, Counts, over_thresholds
 from trainer.data.tokens.gather import Loaded
 from trainer.data.tokens.token_sets import Tokens
 
@@ -24,6 +25,19 @@ VERSION = 1
 
 NOTABLE = {"dropped_share": 0.05, "truncated_share": 0.05, "duplicate_share": 0.05}
 """Shares above which the audit warns; data.max_*_share decide what stops a run."""
+
+REMARKS = {
+    CONTROL_TOKENS: "hold the model's control tokens in their text, which are taken for control tokens",
+    EMPTY_ANSWER: "have an empty answer, of which the end token alone is trained on: data.empty_answers=bad_row "
+    "leaves them to data.on_bad_row",
+    EARLIER_THOUGHTS: "have thoughts in earlier answers that the chat template leaves out, so they are not trained on: "
+    "data.train_on=last, one sample a turn, trains each answer with its thoughts",
+    LAST_THOUGHTS: "have thoughts that the chat template leaves out of the last answer, so they are not trained on: "
+    "choose a template that writes them with data.chat_template",
+    OTHER_PROMPT: "have answers that follow another prompt than generation makes, which opens a thought: "
+    "data.train_on=last, one sample a turn, with thoughts in each (<think>...</think>)",
+}
+"""What is remarked of rows, in a user's words, and the way out."""
 
 FEW_TARGETS = 0.05
 """Share of target tokens below which most of the arithmetic is spent on prompts."""
@@ -66,6 +80,8 @@ def audit(data: Data, loaded: Loaded, steps: TrainingSteps | StreamedSteps, row_
             "max_length": data.max_length,
             "over_length": data.over_length.value,
             "train_on": data.train_on.value,
+            "train_part": data.train_part.value,
+            "empty_answers": data.empty_answers.value,
             "on_bad_row": data.on_bad_row.value,
         },
         "sources": [
@@ -90,10 +106,13 @@ def _source(counts: Counts) -> dict[str, Any]:
         "rows": counts.rows,
         "used": counts.used,
         "dropped": {
-            reason: {"rows": number, "share": number / counts.rows, "first": counts.examples.get(reason, [])}
+            reason: {"rows": number, "share": number / counts.rows, "first": _places(counts, reason)}
             for reason, number in counts.dropped.items()
         },
         "dropped_share": counts.dropped_share,
+        "passed_over": counts.passed_over,
+        "remarks": {what: {"rows": number, "first": counts.examples[what]} for what, number in counts.remarks.items()},
+        "overlap": counts.overlap,
         "samples": counts.samples,
         "tokens": counts.tokens,
         "targets": counts.targets,
@@ -108,6 +127,10 @@ def _source(counts: Counts) -> dict[str, Any]:
         "ended_share": _part(counts.ended, counts.samples),
         "cache": counts.cache,
     }
+
+
+def _places(counts: Counts, reason: str) -> list[str]:
+    return counts.problems() if reason == BAD_ROW else counts.examples.get(reason, [])
 
 
 def _part(some: int, of_all: int) -> float | None:
@@ -132,6 +155,15 @@ def _warnings(counts: Counts) -> list[str]:
             f"{counts.path}: {without_end:,} samples do not end in an end token ({without_end / counts.samples:.1%}): "
             "they teach the model not to stop there"
         )
+    for what, number in counts.remarks.items():
+        places = counts.examples[what]
+        places = ", ".join(places[:3]) + (", ..." if number > 3 else "")
+        found.append(f"{counts.path}: {number:,} rows {REMARKS[what]} ({places})")
+    if counts.overlap:
+        found.append(
+            f"{counts.path}: {counts.overlap:,} of the {counts.samples:,} held-out samples are trained on too: their "
+            "loss tells nothing"
+        )
     if counts.samples and counts.targets < FEW_TARGETS * counts.tokens:
         found.append(f"{counts.path}: only {counts.targets / counts.tokens:.1%} of the tokens are trained on")
     return found
@@ -150,8 +182,17 @@ def short(name: str, counts: Counts, max_length: int) -> list[tuple[str, str]]:
             f"{counts.duplicate_share:.1%} repeated, {without:,} without targets, {counts.samples - counts.ended:,} "
             "without an end token",
         ),
+        *(("passed over", text) for text in _first(counts.passed_over)),
         *(("warning", text) for text in _warnings(counts)),
     ]
+
+
+def _first(items: list[str]) -> list[str]:
+    """A line with the first items and how many more there are, or none."""
+    if not items:
+        return []
+    more = len(items) - LISTED
+    return [", ".join(items[:LISTED]) + (f" and {more:,} more" if more > 0 else "")]
 
 
 def lines(audit: Audit) -> list[tuple[str, str]]:
@@ -163,6 +204,7 @@ def lines(audit: Audit) -> list[tuple[str, str]]:
         weight = f", weight {source['weight']:g}" if "weight" in source and len(report["sources"]) > 1 else ""
         rows.append(("source", f"{source.get('name', source['path'])} ({source['format']}{weight})"))
         rows.append(("  rows", f"{source['rows']:,} read, {source['used']:,} used"))
+        rows += [("  passed over", text) for text in _first(source["passed_over"])]
         if not source["samples"]:
             continue
         for reason, dropped in source["dropped"].items():

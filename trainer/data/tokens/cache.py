@@ -35,7 +35,10 @@ COUNTS, DIGESTS = "counts.json", "SHA256SUMS"
 ROOM = Path(__file__).resolve().parent.parent
 """The code that turns rows into tokens, whole: a list kept by hand would go stale."""
 
-SHAPING = ("format", "columns", "roles", "max_length", "over_length", "train_on", "on_bad_row")
+SHAPING = (
+    *("format", "columns", "roles", "max_length", "over_length", "train_on", "train_part", "empty_answers"),
+    "on_bad_row",
+)
 """Settings that decide what a row's tokens are."""
 
 BLOCK = 1 << 20

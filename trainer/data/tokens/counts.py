@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from trainer.data.data_settings import Data
 
 LISTED = 10
 """Problems shown in one error, and places kept for each reason."""
+
+BAD_ROW = "bad row"
+"""Why a row is not used: it cannot become a sample. What is wrong with it is told in Counts.bad_rows."""
 
 QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 """Percent, of the lengths of samples."""
@@ -27,7 +31,16 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)
     """rows not used, by reason"""
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """file:line of the first rows of each reason; of a bad row with its problem"""
+    """file:line of the first rows of each reason and of each remark"""
+    bad_rows: dict[str, list[Any]] = field(default_factory=dict)
+    """what is wrong, whatever the number of the message: the words of the first such row, how many rows, and the
+    first rows' file:line"""
+    remarks: Counter[str] = field(default_factory=Counter)
+    """rows that are used, by what is remarked of them"""
+    plain: int = 0
+    """samples of plain text, for which there is no chat template"""
+    passed_over: list[str] = field(default_factory=list)
+    """files of the folder that are not read, each with the reason"""
     truncated: int = 0
     split: int = 0
     """samples that came from splitting"""
@@ -36,6 +49,8 @@ class Counts:
     targets: int = 0
     duplicates: int = 0
     """samples whose tokens and targets came before"""
+    overlap: int = 0
+    """samples of data.eval_path that are trained on too"""
     ended: int = 0
     """samples whose last target is an end token"""
     format: str | None = None
@@ -47,15 +62,52 @@ class Counts:
     def drop(self, reason: str, place: str) -> None:
         """Counts a row that is not used."""
         self.dropped[reason] += 1
+        self._keep(reason, place)
+
+    def refuse(self, place: str, problem: str) -> None:
+        """Counts a bad row."""
+        self.dropped[BAD_ROW] += 1
+        self._refused([problem, 1, [place]])
+
+    def remark(self, what: str, place: str) -> None:
+        """Counts a row that is used, and of which someone should know something."""
+        self.remarks[what] += 1
+        self._keep(what, place)
+
+    def _keep(self, reason: str, place: str) -> None:
         places = self.examples.setdefault(reason, [])
         if len(places) < LISTED:
             places.append(place)
 
+    def _refused(self, entry: list[Any]) -> None:
+        problem, rows, places = entry
+        kind = re.sub(r"\[\d+\]", "[]", problem)
+        if kind in self.bad_rows:
+            known = self.bad_rows[kind]
+            known[1] += rows
+            known[2] += places[: LISTED - len(known[2])]
+        elif len(self.bad_rows) < LISTED:
+            self.bad_rows[kind] = entry
+
+    def problems(self) -> list[str]:
+        """What is wrong with the bad rows, each kind once, with where it stands."""
+        lines = []
+        for problem, rows, places in self.bad_rows.values():
+            lines.append(f"{places[0]}: {problem}")
+            if rows > 1:
+                more = ", ".join(places[1:]) + (", ..." if rows > len(places) else "")
+                lines.append(f"  the same in {rows - 1:,} more rows: {more}")
+        told = sum(rows for _, rows, _ in self.bad_rows.values())
+        return lines + ([f"... and {self.dropped[BAD_ROW] - told:,} more"] if told < self.dropped[BAD_ROW] else [])
+
     def add(self, other: Counts) -> None:
         """Takes over what was counted for a later piece."""
-        for name in ("rows", "used", "truncated", "split", "samples", "tokens", "targets", "ended"):
+        for name in ("rows", "used", "truncated", "split", "samples", "tokens", "targets", "ended", "plain"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.dropped.update(other.dropped)
+        self.remarks.update(other.remarks)
+        for entry in other.bad_rows.values():
+            self._refused(entry)
         for reason, places in other.examples.items():
             kept = self.examples.setdefault(reason, [])
             kept += places[: LISTED - len(kept)]
@@ -96,11 +148,21 @@ class Counts:
         return "; ".join(parts) + f" (limit {max_length:,} tokens)" + (f"; {self.cache}" if self.cache else "")
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "dropped": dict(self.dropped)}
+        return {**asdict(self), "dropped": dict(self.dropped), "remarks": dict(self.remarks)}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Counts:
-        return Counts(**{**values, "dropped": Counter(values["dropped"])})
+        counters = {name: Counter(values[name]) for name in ("dropped", "remarks")}
+        return Counts(**{**values, **counters})
+
+
+ASKED_AS = {"chat": "asked through the chat template", "text": "asked as plain text"}
+"""How a model is asked, in words."""
+
+
+def asked_as(counts: list[Counts]) -> str:
+    """How a model is to be asked that was trained on these: as most of the samples were made."""
+    return "text" if 2 * sum(c.plain for c in counts) > sum(c.samples for c in counts) else "chat"
 
 
 def over_thresholds(data: Data, counts: list[Counts]) -> list[str]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from trainer.data.data_settings import Data, training_sources
 from trainer.data.tokens.counts import Counts, over_thresholds
+from trainer.data.tokens.held_out import overlap, split_held_out
 from trainer.data.tokens.token_sets import Mixture, Tokens, TokenSet
-from trainer.data.tokens.tokenize import load_tokens, split_held_out
+from trainer.data.tokens.tokenize import load_tokens
 from trainer.errors import DataError, listing
 
 if TYPE_CHECKING:
@@ -46,12 +47,17 @@ def read_data(data: Data, seed: int, tokenizer: PreTrainedTokenizerBase) -> Load
     loaded = [load_tokens(s.data, s.path, s.key, tokenizer, s.name) for s in sources]
     counts = [count for _, count in loaded]
     fraction = data.eval_fraction if data.eval_path is None else 0.0
-    split = [split_held_out(tokens, fraction, seed) for tokens, _ in loaded]
+    split: list[tuple[TokenSet, TokenSet | None]] = []
+    for tokens, count in loaded:
+        all_differ = len(loaded) == 1 and not count.duplicates
+        split.append(split_held_out(tokens, fraction, seed, split, all_differ))
     held_out: Tokens | None = _together(data, [part for _, part in split if part is not None], None)
     if data.eval_path is not None:
         held_out, eval_counts = load_tokens(data, data.eval_path, "data.eval_path", tokenizer)
         counts.append(eval_counts)
     train_set = _together(data, [part for part, _ in split], [source.weight for source in sources])
+    if data.eval_path is not None and train_set is not None:
+        counts[-1].overlap = overlap(train_set, held_out)
     return Loaded(train_set, held_out, counts)
 
 

@@ -16,6 +16,11 @@ CHUNK = 1 << 22
 """Tokens looked at at once, so that a mapped file is never read into memory whole."""
 
 
+def fingerprint(ids: np.ndarray, is_target: np.ndarray) -> bytes:
+    """8 bytes by which a sample's tokens and targets are known."""
+    return hashlib.blake2b(ids.tobytes() + is_target.tobytes(), digest_size=8).digest()
+
+
 @dataclass
 class TokenSet:
     """Samples end to end in flat arrays. Stored sample k is [offsets[k], offsets[k + 1])."""
@@ -58,6 +63,12 @@ class TokenSet:
             total += int(running[-1])
         return self._mine(np.diff(before))
 
+    @cached_property
+    def fingerprints(self) -> np.ndarray:
+        """(samples,) uint64: equal tokens and targets, equal number"""
+        digests = (fingerprint(*self.sample(index)) for index in range(len(self)))
+        return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
@@ -89,9 +100,9 @@ class TokenSet:
         return self.places[self.stored(index)]
 
     def ends(self) -> set[int]:
-        """Tokens that are the last target of a sample."""
-        lasts = (int(ids[np.flatnonzero(is_target)[-1]]) for ids, is_target in map(self.sample, range(len(self))))
-        return set(lasts)
+        """Tokens that are the last target of a sample, or the one before: behind an end token may stand a newline."""
+        lasts = (ids[np.flatnonzero(is_target)[-2:]] for ids, is_target in map(self.sample, range(len(self))))
+        return {int(index) for pair in lasts for index in pair}
 
     def content_hash(self) -> str:
         """sha256 over the tokens, targets and borders of these samples, in their order."""

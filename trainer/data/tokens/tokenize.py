@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.chat.messages import Dialogue, Sample
+from trainer.data.chat.encoder import Asked
+from trainer.data.chat.messages import PlainText, Sample
 from trainer.data.data_settings import Data, Format, OnBadRow
-from trainer.data.sources.files import find_files, is_hub_id
+from trainer.data.sources.files import find_files, is_hub_id, passed_over
 from trainer.data.sources.rows import Piece, in_pieces, read_pieces
 from trainer.data.tokens.cache import cache_key, cached, files_hash
-from trainer.data.tokens.counts import LISTED, Counts
+from trainer.data.tokens.counts import BAD_ROW, LISTED, Counts
 from trainer.data.tokens.store import TokenWriter
 from trainer.data.tokens.token_sets import Mixture, Tokens, TokenSet
-from trainer.data.tokens.worker import BAD_ROW, TokenBlock, Tokenisers, Worker, num_processes
+from trainer.data.tokens.worker import TokenBlock, Tokenisers, Worker, num_processes
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Counts", "Mixture", "TokenSet", "Tokens", "load_tokens", "opening", "openings", "split_held_out"]
+__all__ = ["Counts", "Mixture", "TokenSet", "Tokens", "load_tokens", "opening", "openings"]
 
 
 def load_tokens(
@@ -43,7 +45,9 @@ def load_tokens(
         finally:
             tokenisers.close()
 
-    return cached(data.cache_dir, cache_key(data, content, tokenizer), name, make)
+    tokens, counts = cached(data.cache_dir, cache_key(data, content, tokenizer), name, make)
+    counts.passed_over = passed_over(path, key, data.split)  # the cache knows only the files that were read
+    return tokens, counts
 
 
 def _pieces(data: Data, path: str, key: str) -> tuple[Iterable[Piece], str, int]:
@@ -90,15 +94,16 @@ class Tally:
             counts.format = self._first[0].value
         counts.measure(np.concatenate(self._full))
         counts.duplicates = counts.samples - len(np.unique(np.concatenate(self._prints)))
+        counts.passed_over = passed_over(counts.path, self.key, self.data.split)
         return counts
 
     def _check(self) -> None:
         bad = self.counts.dropped[BAD_ROW]
         if bad and self.data.on_bad_row is OnBadRow.error:
-            raise DataError(
-                listed(self.counts.examples[BAD_ROW], bad)
-                + "\nFix these rows, or set data.on_bad_row=skip to leave them out and count them."
-            )
+            by_setting = all("data." in problem for problem, _, _ in self.counts.bad_rows.values())
+            fix = "Or set" if by_setting else "Fix these rows, or set"
+            lines = [*self.counts.problems(), f"{fix} data.on_bad_row=skip to leave them out and count them."]
+            raise DataError("\n".join(lines))
         if self._too_long:
             number = self.counts.dropped["over max_length"]
             raise DataError(
@@ -112,7 +117,7 @@ class Tally:
         if not counts.rows:
             raise DataError(f"{what}: the file is empty: 0 rows, 0 usable samples.")
         if not counts.samples:
-            reasons = "".join(f"\n{place}" for place in counts.examples.get(BAD_ROW, ()))
+            reasons = "".join(f"\n{line}" for line in counts.problems())
             raise DataError(f"{what}: no usable sample. {counts.sentence(self.data.max_length)}.{reasons}")
 
 
@@ -129,35 +134,38 @@ def _tokenise(tokenisers: Tokenisers, pieces: Iterable[Piece], folder: Path, key
     return counts
 
 
-def split_held_out(tokens: TokenSet, fraction: float, seed: int) -> tuple[TokenSet, TokenSet | None]:
-    """Training and held-out samples, chosen by the seed alone; at least one of each, or None held out."""
-    if fraction == 0.0 or len(tokens) < 2:
-        return tokens, None
-    held_out = min(max(1, round(fraction * len(tokens))), len(tokens) - 1)
-    order = np.random.default_rng([seed, _HELD_OUT]).permutation(len(tokens))
-    return tokens.take(np.sort(order[held_out:])), tokens.take(np.sort(order[:held_out]))
-
-
-_HELD_OUT = 0x5EED
-"""Keeps the split's random stream apart from the epochs'."""
-
-
 def listed(problems: list[str], number: int) -> str:
     """The first problems, one a line, and how many more there are."""
     shown = problems[:LISTED]
     return "\n".join(shown + ([f"... and {number - len(shown)} more"] if number > len(shown) else []))
 
 
-def opening(sample: Sample) -> tuple[list[dict], str] | None:
-    """The messages before a dialogue's last answer, and that answer; None for anything else."""
-    if not isinstance(sample, Dialogue) or sample.messages[-1]["role"] != "assistant" or len(sample.messages) < 2:
+@dataclass(frozen=True)
+class Opening:
+    """What a sample asks, and what it answers."""
+
+    asked: Asked
+    answer: str
+    tools: list[dict] | None = None
+
+    @property
+    def question(self) -> str:
+        """Its last words."""
+        return self.asked if isinstance(self.asked, str) else self.asked[-1]["content"]
+
+
+def opening(sample: Sample) -> Opening | None:
+    """What stands before a dialogue's last answer, or before a text; None for anything else."""
+    if isinstance(sample, PlainText):
+        return Opening(sample.prompt, sample.text) if sample.prompt else None
+    if sample.messages[-1]["role"] != "assistant" or len(sample.messages) < 2:
         return None
-    return sample.messages[:-1], sample.messages[-1]["content"]
+    return Opening(sample.messages[:-1], sample.messages[-1]["content"], sample.tools)
 
 
-def openings(tokens: Tokens, count: int) -> list[tuple[list[dict], str]]:
+def openings(tokens: Tokens, count: int) -> list[Opening]:
     """Up to `count` openings, spread over the samples."""
     places = np.linspace(0, len(tokens) - 1, min(4 * count, len(tokens))).astype(int)
-    found = [pair for i in np.unique(places) if (pair := opening(tokens.source(i))) is not None]
+    found = [found for i in np.unique(places) if (found := opening(tokens.source(i))) is not None]
     spread = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int)
     return [found[i] for i in spread]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -26,12 +25,11 @@ from trainer.data.sources.row import Row
 from trainer.data.sources.rows import Piece
 from trainer.data.tokens.counts import Counts
 from trainer.data.tokens.store import dump_sample
+from trainer.data.tokens.token_sets import fingerprint
 from trainer.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-BAD_ROW = "bad row"
 
 WORTH_A_PROCESS = 4 << 20
 """Bytes of rows below which starting a process costs more than it saves."""
@@ -63,7 +61,7 @@ class Worker:
         self.data, self.path = data, path
         template = row_template(data.row_template) if data.row_template is not None else None
         self.reader = RowReader(data.format, dict(data.columns), dict(data.roles), template)
-        self.encoder = Encoder(tokenizer, data.train_on, data.chat_template)
+        self.encoder = Encoder(tokenizer, data.train_on, data.chat_template, data.train_part, data.empty_answers)
 
     def block(self, piece: Piece) -> TokenBlock:
         """The samples of a piece's rows. Raises DataError for what ends the whole source."""
@@ -75,7 +73,7 @@ class Worker:
             try:
                 sample, format = self.reader.sample(row)
             except BadRow as error:
-                counts.drop(BAD_ROW, f"{row.where}: {error}")
+                counts.refuse(row.where, str(error))
                 continue
             except DataError as error:  # of the row template
                 raise DataError(f"{row.where}: {error}") from None
@@ -83,9 +81,11 @@ class Worker:
             rows.append(row)
             samples.append(sample)
         parts, full, texts = [], [], {"where": [], "source": []}
-        for row, sample, encoded in zip(rows, samples, self._encoded(rows, samples), strict=True):
+        remarks: list[set[str]] = [set() for _ in samples]
+        all_encoded = self._encoded(rows, samples, remarks)
+        for row, sample, encoded, remarked in zip(rows, samples, all_encoded, remarks, strict=True):
             if isinstance(encoded, BadRow):
-                counts.drop(BAD_ROW, f"{row.where}: {_with_roles(encoded, sample)}")
+                counts.refuse(row.where, _with_roles(encoded, sample))
                 continue
             full.append(len(encoded[0]))
             try:
@@ -95,13 +95,19 @@ class Worker:
                 too_long.append(f"{row.where}: {error}")
                 continue
             counts.used += bool(kept)
+            counts.plain += len(kept) if isinstance(sample, PlainText) else 0
+            for what in sorted(remarked) if kept else ():
+                counts.remark(what, row.where)
             parts += kept
             texts["where"] += [row.where.encode("utf-8", "surrogateescape")] * len(kept)
             texts["source"] += [dump_sample(sample)] * len(kept)
         return self._block(counts, parts, full, texts, formats, too_long)
 
-    def _encoded(self, rows: list[Row], samples: list[Sample]) -> list[Encoded | BadRow]:
-        """The samples' tokens. Raises DataError and ModelError that name the row whose rendering ends the run."""
+    def _encoded(self, rows: list[Row], samples: list[Sample], remarks: list[set[str]]) -> list[Encoded | BadRow]:
+        """The samples' tokens; what is remarked of each is added to its set.
+
+        Raises DataError and ModelError that name the row whose rendering ends the run.
+        """
         at = None
 
         def each() -> Iterator[Sample]:
@@ -110,17 +116,16 @@ class Worker:
                 yield sample
 
         try:
-            return self.encoder.encode_many(each())
+            return self.encoder.encode_many(each(), lambda number, what: remarks[number].add(what))
         except (DataError, ModelError) as error:
             raise type(error)(f"{at.where}: {error}") from None
 
     def _block(self, counts, parts, full, texts, formats, too_long) -> TokenBlock:
         ids = np.concatenate([part[0] for part in parts]) if parts else np.zeros(0, dtype=np.int32)
         targets = np.concatenate([part[1] for part in parts]) if parts else np.zeros(0, dtype=bool)
-        special = self.encoder.special_ids
         counts.samples, counts.tokens, counts.targets = len(parts), len(ids), int(targets.sum())
-        counts.ended = sum(int(ids[np.flatnonzero(is_target)[-1]]) in special for ids, is_target in parts)
-        prints = [hashlib.blake2b(i.tobytes() + t.tobytes(), digest_size=8).digest() for i, t in parts]
+        counts.ended = sum(self.encoder.is_ended(ids[: np.flatnonzero(is_target)[-1] + 1]) for ids, is_target in parts)
+        prints = [fingerprint(*part) for part in parts]
         return TokenBlock(
             counts=counts,
             input_ids=ids,
