@@ -6,11 +6,13 @@ import io
 import json
 import sys
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.program import here
-from tests.support import CHATS, train_here
+from tests.support import CHATS, train_here, write_jsonl
 from trainer.commands import generate
 from trainer.config.compose import compose
 from trainer.config.saved import load_run, save_run
@@ -195,3 +197,81 @@ def test_argument_errors_come_before_torch(tmp_path, monkeypatch):
     """The seconds that importing it takes are not spent on a misspelt word."""
     monkeypatch.setitem(sys.modules, "trainer.export.reload", None)
     assert here("generate", f"run={tmp_path}", "promt=hi") == 2
+
+
+ITEMS = [(f"Item {i} code:", f" {colour}{i} bag") for i, colour in enumerate(("red", "blue", "green", "pink"))]
+
+
+@pytest.fixture(scope="module", params=["prompt_completion", "text"])
+def from_text(request, tmp_path_factory, tiny):
+    """A run on plain text, and the format of its rows."""
+    folder = tmp_path_factory.mktemp(request.param)
+    rows = [{"prompt": asked, "completion": said} for asked, said in ITEMS]
+    if request.param == "text":
+        rows = [{"text": asked + said} for asked, said in ITEMS]
+    words = [*tiny.overrides(), "data=file", f"data.path={write_jsonl(folder / 'rows.jsonl', rows)}"]
+    words += ["data.max_length=128", "data.eval_fraction=0.25", "quant=none", "precision=fp32", "optim=adamw"]
+    words += ["optim.learning_rate=2e-2", "adapter.r=32", "device=cpu", "train.micro_batch_tokens=512"]
+    words += [
+        "train.accumulation_steps=1",
+        "train.max_steps=80",
+        "train.save_every=0",
+        "train.log_every=80",
+        "train.compare_prompts=4",
+    ]
+    summary = train_here([*words, "schedule.warmup_ratio=0"], folder / "run")
+    return folder / "run", request.param, summary
+
+
+def of_peft(run_dir, tiny, text: str) -> str:
+    """Oracle: the README's way to load a result, and generation on the text itself."""
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, run_dir / "adapter").eval()
+    given = tokenizer(text, return_tensors="pt")
+    output = model.generate(**given, max_new_tokens=24, do_sample=False)[0, given.input_ids.shape[1] :]
+    return tokenizer.decode(output, skip_special_tokens=True)
+
+
+def test_what_was_trained_on_text_is_asked_as_text(from_text, tiny, tmp_path, capsys):
+    run_dir, format, summary = from_text
+    expected = {asked: of_peft(run_dir, tiny, asked) for asked, _ in ITEMS}
+    assert sum(expected[asked] == said for asked, said in ITEMS) >= 2  # it has learned what was not held out
+    asked = ITEMS[3][0]
+    assert generate.run([f"run={run_dir}", f"prompt={asked}", "max_new_tokens=24"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected[asked] + "\n" and "asked as plain text" in err
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": asked} for asked in expected])
+    generate.run([f"run={run_dir}", f"prompts={file}", f"to={tmp_path / 'out'}", "max_new_tokens=24"])
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert {row["prompt"]: row["answer"] for row in rows} == expected
+    held_out = [] if format == "text" else [(a["prompt"], a["trained"], a["asked_as"]) for a in summary["answers"]]
+    assert all(said == of_peft(run_dir, tiny, prompt) for prompt, said, _ in held_out)
+    assert len(held_out) == (format != "text") and all(way == "text" for _, _, way in held_out)
+
+
+def test_how_a_run_is_asked_can_be_said(from_text, learned, tmp_path, capsys):
+    run_dir, _, _ = from_text
+    with pytest.raises(ConfigError, match="system= belongs to a chat"):
+        generate.run([f"run={run_dir}", "prompt=x", "system=Be brief."])
+    with pytest.raises(ConfigError, match="as=cat: must be one of chat, text"):
+        generate.run([f"run={run_dir}", "prompt=x", "as=cat"])
+    file = write_jsonl(tmp_path / "chat.jsonl", [{"messages": ask("Hi")}])
+    with pytest.raises(DataError, match=r"chat\.jsonl:1: messages are asked through the chat template"):
+        generate.run([f"run={run_dir}", f"prompts={file}"])
+    generate.run([f"run={learned}", f"prompt={CHATS[0][0]}"])
+    assert "asked through the chat template" in capsys.readouterr().err
+
+
+def test_prompts_are_read_as_rows_are(tmp_path):
+    """A byte order mark, a line separator inside a string, and what no row may hold."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('\ufeff"one\u2028two"\n{"prompt": "three"}\r\n'.encode())
+    assert [asked[0]["content"] for asked in generate.read_prompts(file, None)] == ["one\u2028two", "three"]
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\u2028two\r\nthree".encode())
+    assert generate.read_prompts(tmp_path / "prompts.txt", None, as_text=True) == ["one\u2028two", "three"]
+    file.write_bytes(b'"\\ud800"\n' + b"9" * 5000 + b"\n\xff\n")
+    with pytest.raises(DataError) as caught:
+        generate.read_prompts(file, None)
+    said = str(caught.value)
+    assert "prompts.jsonl:1: not text" in said and ":2: not JSON: an integer" in said and ":3: not UTF-8" in said

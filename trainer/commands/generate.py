@@ -1,4 +1,5 @@
-"""generate: answers from a finished run, through the same template and tokenizer path as training."""
+"""generate: answers from a finished run, asked as the rows that it was trained on: through the chat template, or as
+plain text."""
 
 from __future__ import annotations
 
@@ -8,16 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands.arguments import key_values, run_argument
-from trainer.errors import ConfigError, DataError, StorageError, listing
+from trainer.data.sources.files import DataFile
+from trainer.data.sources.rows import json_value, read_pieces, text_of
+from trainer.data.tokens.counts import ASKED_AS
+from trainer.errors import ConfigError, DataError, StorageError, closest, in_json, listing, visible
+from trainer.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from trainer.data.chat.encoder import Asked
     from trainer.export.dialogue import Conversation
     from trainer.export.reload import Trained
 
-ARGUMENTS = ("prompt", "prompts", "to", "system", "max_new_tokens", "batch_size")
+ARGUMENTS = ("prompt", "prompts", "to", "system", "as", "max_new_tokens", "batch_size")
 
 HELP = """trainer generate run=DIR [prompt="..."] [prompts=FILE [to=FILE] [batch_size=8]] [system="..."]
-                 [max_new_tokens=256]
+                 [as=chat|text] [max_new_tokens=256]
 
 Answers with the run's adapter on its base (or with its model). Greedy: the same prompt, the same answer.
 
@@ -25,6 +31,8 @@ Answers with the run's adapter on its base (or with its model). Greedy: the same
   prompts=FILE     answers to all prompts of a file, in batches: a prompt a line, or a .jsonl file of texts, of
                    {"prompt": "..."} or of {"messages": [...]}; one JSON object a prompt goes to the screen or to=FILE
   neither          a chat that keeps its history: /new begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer
+  as=chat|text     through the chat template, or with the text itself for the model to go on from; without it as the
+                   run's rows were trained on (text and prompt_completion rows of strings: text)
 """
 
 
@@ -34,17 +42,19 @@ def run(words: list[str]) -> int:
     limit, batch_size = _number(arguments, "max_new_tokens", 256), _number(arguments, "batch_size", 8)
     prompt, file, to, system = (arguments.get(name) for name in ("prompt", "prompts", "to", "system"))
     _check(prompt, file, to)
-    dialogues = None if file is None else read_prompts(Path(file), system)
+    way = _way(arguments.get("as"), folder, system)
+    all_asked = None if file is None else read_prompts(Path(file), system, way == "text")
     from trainer.export.dialogue import Conversation
     from trainer.export.reload import load_trained
     from trainer.tracking.console import Screen, quiet_libraries
 
     quiet_libraries(Screen())
     trained = load_trained(saved, folder)
-    if dialogues is not None:
-        _batches(trained, dialogues, limit, batch_size, None if to is None else Path(to))
+    print(f"{ASKED_AS[way]} (as=chat or as=text chooses)", file=sys.stderr)
+    if all_asked is not None:
+        _batches(trained, all_asked, limit, batch_size, None if to is None else Path(to))
         return 0
-    conversation = Conversation(trained, limit, system)
+    conversation = Conversation(trained, limit, system, way == "text")
     if prompt is not None:
         conversation.ask(prompt, _show)
         print()
@@ -52,35 +62,43 @@ def run(words: list[str]) -> int:
     return _chat(conversation)
 
 
-def read_prompts(file: Path, system: str | None) -> list[list[dict[str, Any]]]:
-    """The dialogues of a file, each ending with a user's turn. Raises DataError with all bad lines."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompts={file}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}.") from None
-    dialogues, problems = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line) if file.suffix in (".jsonl", ".ndjson") else line
-            messages = _messages(value)
-        except ValueError as error:
-            problems.append(f"{file}:{number}: {error}")
-            continue
-        if system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        dialogues.append(messages)
+def _way(given: str | None, folder: Path, system: str | None) -> str:
+    """chat or text: what is asked for, or what the run's rows were. Raises ConfigError."""
+    if given is not None and given not in ASKED_AS:
+        raise ConfigError(f"as={given}: must be one of {', '.join(ASKED_AS)}{closest(given, ASKED_AS)}")
+    way = given or (RunFolder(folder).manifest() or {}).get("asked_as", "chat")
+    if way == "text" and system is not None:
+        raise ConfigError("system= belongs to a chat, and this is asked as plain text: leave it out, or say as=chat")
+    return way
+
+
+def read_prompts(file: Path, system: str | None, as_text: bool = False) -> list[Asked]:
+    """What a file asks: dialogues that end with a user's turn, or texts. Raises DataError with all bad lines."""
+    data_file = DataFile(file, str(file), "jsonl" if file.suffix in (".jsonl", ".ndjson") else "txt", None)
+    all_asked, problems = [], []
+    for piece in read_pieces(data_file):
+        for number, line in piece.lines():
+            try:
+                value = json_value(line) if data_file.kind == "jsonl" else text_of(line).rstrip("\r")
+                asked = _asked(value, as_text)
+            except ValueError as error:
+                problems.append(f"{file}:{number}: {error}")
+                continue
+            if system is not None and asked[0]["role"] != "system":
+                asked.insert(0, {"role": "system", "content": system})
+            all_asked.append(asked)
     if problems:
         raise DataError(listing(problems[:10]))
-    if not dialogues:
+    if not all_asked:
         raise DataError(f"prompts={file}: holds no prompt.")
-    return dialogues
+    return all_asked
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """A line's dialogue; an expected answer at its end is left out. Raises ValueError."""
+def _asked(value: Any, as_text: bool) -> Asked:
+    """What a line asks; an expected answer at the end of a dialogue is left out. Raises ValueError."""
     if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        if as_text:
+            raise ValueError("messages are asked through the chat template, and this run as plain text: say as=chat")
         messages = value["messages"]
         if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
             raise ValueError("messages: each needs a role and a content")
@@ -92,29 +110,30 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     text = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(text, str) or not text.strip():
         raise ValueError('needs a text, {"prompt": "..."} or {"messages": [...]}')
-    return [{"role": "user", "content": text}]
+    return text if as_text else [{"role": "user", "content": text}]
 
 
-def _batches(trained: Trained, dialogues: list, limit: int, batch_size: int, to: Path | None) -> None:
-    """Writes {"messages", "answer"} a line, each batch as it is done: what is stopped keeps what it has."""
+def _batches(trained: Trained, all_asked: list[Asked], limit: int, batch_size: int, to: Path | None) -> None:
+    """Writes {"messages" or "prompt", "answer"} a line, each batch as it is done: what is stopped keeps what it has."""
     from trainer.tracking.console import Screen
 
     screen = Screen()
-    for messages in dialogues:
-        trained.prompt(messages)  # what the template refuses is said before the first answer
+    for asked in all_asked:
+        trained.prompt(asked)  # what the template refuses is said before the first answer
     try:
         out = sys.stdout if to is None else to.open("x", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"to={to}: cannot be written: {error.strerror}.") from None
-    with screen.bar("answering", len(dialogues)) as bar:
-        for start in range(0, len(dialogues), batch_size):
-            batch = dialogues[start : start + batch_size]
-            for messages, text in zip(batch, trained.answer_many(batch, limit), strict=True):
-                print(json.dumps({"messages": messages, "answer": text}, ensure_ascii=False), file=out, flush=True)
+    with screen.bar("answering", len(all_asked)) as bar:
+        for start in range(0, len(all_asked), batch_size):
+            batch = all_asked[start : start + batch_size]
+            for asked, text in zip(batch, trained.answer_many(batch, limit), strict=True):
+                line = {"prompt" if isinstance(asked, str) else "messages": asked, "answer": text}
+                print(in_json(json.dumps(line, ensure_ascii=False)), file=out, flush=True)
             bar.at(start + len(batch))
     if to is not None:
         out.close()
-        screen.say(f"{len(dialogues)} answers in {to}")
+        screen.say(f"{len(all_asked)} answers in {to}")
 
 
 def _chat(conversation: Conversation) -> int:
@@ -142,14 +161,14 @@ def _reply(conversation: Conversation, question: str) -> None:
     except KeyboardInterrupt:
         print(" (stopped)", end="")
     except DataError as error:
-        print(f"trainer: {error}", file=sys.stderr, end="")
+        print(visible(f"trainer: {error}"), file=sys.stderr, end="")
     print()
     if conversation.forgotten > before:
         print(f"({conversation.forgotten} oldest turns no longer fit the model and are left out)", file=sys.stderr)
 
 
 def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
+    print(visible(piece), end="", flush=True)
 
 
 def _check(prompt: str | None, file: str | None, to: str | None) -> None:

@@ -1,6 +1,6 @@
-"""Answers from a model, through the same template and tokenizer path as training.
+"""Answers from a model, through the path that training's rows took.
 
-B: dialogues in a batch. T: tokens of the longest prompt.
+B: prompts in a batch. T: tokens of the longest prompt.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
-from trainer.data.chat.encoder import Encoder
-from trainer.data.chat.messages import Message
+from trainer.data.chat.encoder import Asked, Encoder
 from trainer.model.precision import Dtypes
 
 Say = Callable[[str], None]
@@ -23,15 +22,15 @@ Say = Callable[[str], None]
 def answer(
     model: PreTrainedModel,
     encoder: Encoder,
-    messages: list[Message],
+    prompt: list[int],
     end_tokens: list[int],
     max_new_tokens: int,
     dtypes: Dtypes,
     say: Say | None = None,
 ) -> str:
-    """The model's greedy answer to a dialogue that ends with a user's turn; `say` hears it piece by piece."""
+    """The model's greedy answer to a prompt (token ids from `encoder.prompt`); `say` hears it piece by piece."""
     streamer = None if say is None else _Pieces(encoder, say)
-    (text,) = _generate(model, encoder, [encoder.prompt(messages)], end_tokens, max_new_tokens, dtypes, streamer)
+    (text,) = _generate(model, encoder, [prompt], end_tokens, max_new_tokens, dtypes, streamer)
     return text
 
 
@@ -43,8 +42,13 @@ def answer_many(
     max_new_tokens: int,
     dtypes: Dtypes,
 ) -> list[str]:
-    """Greedy answers to prompts (token ids from `encoder.prompt`), all in one batch."""
+    """Greedy answers to prompts, all in one batch."""
     return _generate(model, encoder, prompts, end_tokens, max_new_tokens, dtypes, None)
+
+
+def tidied(asked: Asked, text: str) -> str:
+    """An answer without the spaces around it; what goes on from a text needs those."""
+    return text if isinstance(asked, str) else text.strip()
 
 
 @torch.no_grad()
@@ -76,7 +80,7 @@ def _generate(
             use_cache=True,
             **more,
         )
-    return [encoder.tokenizer.decode(row, skip_special_tokens=True).strip() for row in output[:, longest:]]
+    return [encoder.tokenizer.decode(row, skip_special_tokens=True) for row in output[:, longest:]]
 
 
 class _Pieces(TextStreamer):

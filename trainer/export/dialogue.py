@@ -1,4 +1,5 @@
-"""A dialogue with a trained model: it keeps what was said, within what the model can take."""
+"""A dialogue with a trained model: it keeps what was said, within what the model can take. What was trained on plain
+text only goes on from each text by itself."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ class Conversation:
     trained: Trained
     max_new_tokens: int
     system: str | None = None
+    as_text: bool = False
+    """ask with the text itself, not through the chat template"""
     turns: list[Message] = field(default_factory=list)
     forgotten: int = 0
     """turns that were left out, question and answer counted as one"""
 
     def ask(self, question: str, say: Say | None = None) -> str:
         """The answer, which joins the history. An answer that is interrupted leaves the history as it was."""
+        if self.as_text:
+            return self.trained.answer(question, self.max_new_tokens, say)
         asked = [*self.turns, {"role": "user", "content": question}]
         while len(asked) > 1 and not self._fits(asked):
             asked = asked[2:]

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from trainer.config.saved import Run
 from trainer.config.schema import Config
-from trainer.data.chat.encoder import Encoder
-from trainer.data.chat.messages import BadRow, Message
+from trainer.data.chat.encoder import Asked, Encoder
+from trainer.data.chat.messages import BadRow
 from trainer.data.data_settings import TrainOn
 from trainer.device.find import find_device
 from trainer.errors import DataError, ModelError
-from trainer.export.answering import Say, answer, answer_many
+from trainer.export.answering import Say, answer, answer_many, tidied
 from trainer.memory.predict.planner import Planner
 from trainer.model.attention import choose_padded
 from trainer.model.loading.architecture import building
@@ -42,24 +42,27 @@ class Trained:
         """Tokens that a prompt and its answer may have together."""
         return self.model.config.max_position_embeddings
 
-    def prompt(self, messages: list[Message]) -> list[int]:
+    def prompt(self, asked: Asked) -> list[int]:
         """Tokens up to where the answer starts. Raises DataError where the template refuses the messages."""
         try:
-            return self.encoder.prompt(messages)
+            return self.encoder.prompt(asked)
         except BadRow as error:
             raise DataError(f"{error}.") from None
 
-    def answer(self, messages: list[Message], max_new_tokens: int, say: Say | None = None) -> str:
+    def answer(self, asked: Asked, max_new_tokens: int, say: Say | None = None) -> str:
         """The greedy answer; `say` hears it piece by piece. Raises DataError where the template refuses."""
-        self._check_length(self.prompt(messages), max_new_tokens)
-        return answer(self.model, self.encoder, messages, self.end_tokens, max_new_tokens, self.dtypes, say)
+        prompt = self.prompt(asked)
+        self._check_length(prompt, max_new_tokens)
+        text = answer(self.model, self.encoder, prompt, self.end_tokens, max_new_tokens, self.dtypes, say)
+        return tidied(asked, text)
 
-    def answer_many(self, dialogues: Sequence[list[Message]], max_new_tokens: int) -> list[str]:
+    def answer_many(self, all_asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
         """Greedy answers of one batch."""
-        prompts = [self.prompt(messages) for messages in dialogues]
+        prompts = [self.prompt(asked) for asked in all_asked]
         for prompt in prompts:
             self._check_length(prompt, max_new_tokens)
-        return answer_many(self.model, self.encoder, prompts, self.end_tokens, max_new_tokens, self.dtypes)
+        texts = answer_many(self.model, self.encoder, prompts, self.end_tokens, max_new_tokens, self.dtypes)
+        return [tidied(asked, text) for asked, text in zip(all_asked, texts, strict=True)]
 
     def _check_length(self, prompt: list[int], max_new_tokens: int) -> None:
         if len(prompt) + max_new_tokens > self.positions:

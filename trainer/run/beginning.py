@@ -11,6 +11,7 @@ import torch
 
 from trainer.config.saved import Run, differences, load_run, save_run
 from trainer.data.sources.file_marks import FileMark, changes
+from trainer.data.tokens.counts import asked_as
 from trainer.data.tokens.row_stream import RowStream
 from trainer.data.tokens.tokenize import Tokens
 from trainer.device.find import hardware
@@ -24,6 +25,7 @@ from trainer.training.weights import trainable_hash
 if TYPE_CHECKING:
     from trainer.config.schema import Config
     from trainer.run.build import Ready
+    from trainer.run.prepare import Prepared
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
@@ -116,7 +118,7 @@ def restore(run: Run, beginning: Beginning, folder: RunFolder, ready: Ready) -> 
     rng = load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, prepared.device, beginning.changed)
     take_folder(run, folder)  # not before: a run that cannot go on leaves it as it was
     if beginning.manifest is not None and beginning.forced:
-        folder.write("manifest.json", {**beginning.manifest, **_data(prepared.train_set)})  # what it goes on with
+        folder.write("manifest.json", {**beginning.manifest, **_data(prepared)})  # what it goes on with
     return rng
 
 
@@ -130,17 +132,21 @@ def _manifest(config: Config, ready: Ready, run_id: str) -> dict[str, Any]:
         "model": config.model.path,
         "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
         "weights": config.model.weights.value,
-        **_data(prepared.train_set),
+        **_data(prepared),
         "seed": config.seed,
         "fresh_adapter_hash": trainable_hash(ready.adapted),
         "hardware": hardware(prepared.device),
     }
 
 
-def _data(train_set: Tokens | RowStream) -> dict[str, Any]:
-    """What the manifest knows the data by: a run that goes on with other data is refused."""
-    files = {name: mark.to_json() for name, mark in _marks(train_set).items()}
-    return {"data_hash": train_set.content_hash(), "data_files": files}
+def _data(prepared: Prepared) -> dict[str, Any]:
+    """What the manifest knows the data by, for a run that goes on with other data is refused, and how such rows ask."""
+    files = {name: mark.to_json() for name, mark in _marks(prepared.train_set).items()}
+    return {
+        "data_hash": prepared.train_set.content_hash(),
+        "data_files": files,
+        "asked_as": asked_as(prepared.counts),
+    }
 
 
 def _marks(train_set: Tokens | RowStream) -> dict[str, FileMark]:

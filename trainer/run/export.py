@@ -10,7 +10,7 @@ from trainer.config.saved import Run
 from trainer.data.chat.encoder import Encoder
 from trainer.data.data_settings import TrainOn
 from trainer.data.tokens.tokenize import openings
-from trainer.export.answering import answer
+from trainer.export.answering import answer, tidied
 from trainer.export.result import export, stop_tokens
 from trainer.memory.snapshot import statistics
 from trainer.run.build import Ready
@@ -42,19 +42,23 @@ def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
 
 
 def held_out_answers(ready: Ready, end_tokens: list[int], count: int) -> list[dict[str, str]]:
-    """Up to `count` held-out dialogues: their last prompt, the expected answer, the base's and the trained one's.
+    """Up to `count` held-out samples: their last prompt, asked as their rows were trained on, the expected answer, the
+    base's and the trained one's.
 
     Without an adapter the base is gone, so only the trained model answers.
     """
     prepared, model = ready.prepared, ready.loop.model
     encoder = Encoder(prepared.tokenizer, TrainOn.assistant)
     answers = []
-    for messages, expected in openings(prepared.held_out, count):
+    for opening in openings(prepared.held_out, count):
+        prompt = encoder.prompt(opening.asked, opening.tools)
 
         def ask() -> str:
-            return answer(model, encoder, messages, end_tokens, MAX_NEW_TOKENS, prepared.dtypes)  # noqa: B023
+            text = answer(model, encoder, prompt, end_tokens, MAX_NEW_TOKENS, prepared.dtypes)  # noqa: B023
+            return tidied(opening.asked, text)  # noqa: B023
 
-        row = {"prompt": messages[-1]["content"], "expected": expected}
+        row = {"asked_as": "text" if isinstance(opening.asked, str) else "chat"}
+        row |= {"prompt": opening.question, "expected": opening.answer}
         if isinstance(ready.adapted, PeftModel):
             with ready.adapted.disable_adapter():
                 row["base"] = ask()

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config.saved import Run
 from trainer.data.data_settings import Data
 from trainer.data.tokens.audit import short
+from trainer.data.tokens.counts import ASKED_AS
 from trainer.device.measure import Memory
 from trainer.device.stages import fragmentation, sentence
 from trainer.model.fused import modules as fused
@@ -130,7 +131,9 @@ def answers_table(screen: Screen, answers: list[dict[str, str]]) -> None:
         return
     names = [name for name in ("prompt", "expected", "base", "trained") if name in answers[0]]
     rows = [tuple(answer[name] for name in names) for answer in answers]
-    screen.columns("held-out prompts", tuple(names), rows)
+    ways = {answer["asked_as"] for answer in answers}
+    title = ", ".join(f"held-out prompts, {ASKED_AS[way]}" for way in sorted(ways))
+    screen.columns(title, tuple(names), rows)
 
 
 def _stages(seconds: dict[str, float] | None) -> str:
