@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
@@ -179,6 +180,8 @@ def test_every_trainable_moves(trial):
     torch.manual_seed(run.config.seed)
     fresh = peft.get_peft_model_state_dict(run.config.adapter.attach(base))
     trained = load_file(trial.run_dir / "adapter" / "adapter_model.safetensors")
+    if trial.family.multimodal:
+        trained = {name.replace("model.language_model.", "model.", 1): tensor for name, tensor in trained.items()}
     assert trained.keys() == fresh.keys()
     assert len(trained) == 2 * trial.family.targets * SMALL["num_hidden_layers"]
     assert [name for name in fresh if torch.equal(fresh[name], trained[name])] == []
@@ -189,11 +192,34 @@ def test_adapter_reloads_with_peft(trial):
     ids = torch.arange(10, 40)[None]
     base = plain_base(trial)
     before = base(input_ids=ids, use_cache=False).logits
-    plain = peft.PeftModel.from_pretrained(base, trial.run_dir / "adapter").eval()
+    renamed = TEXT_KEYS.get(trial.family.model_type)
+    plain = peft.PeftModel.from_pretrained(base, trial.run_dir / "adapter", key_mapping=renamed).eval()
     ours = load_trained(load_run(trial.run_dir), trial.run_dir).model.eval()
     expected = plain(input_ids=ids, use_cache=False).logits
     assert (ours(input_ids=ids, use_cache=False).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (before - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by", ["AutoModelForCausalLM", "the folder's own class"])
+def test_the_documented_load_is_the_runs_own_model(trial, by):
+    """On the base as its folder gives it, in fp32, beside the text decoder alone with the same adapter."""
+    named = getattr(transformers, AutoConfig.from_pretrained(trial.folder).architectures[0])
+    model_class = AutoModelForCausalLM if by == "AutoModelForCausalLM" else named
+    whole = model_class.from_pretrained(trial.folder, dtype=torch.float32)
+    ids = torch.arange(10, 40)[None]
+    before = whole.eval()(input_ids=ids, use_cache=False).logits
+    loaded = peft.PeftModel.from_pretrained(whole, trial.run_dir / "adapter").eval()
+    found = loaded(input_ids=ids, use_cache=False).logits
+    run = compose([*trial.overrides, "quant=none"])
+    config = load.load_config(run.config.model)
+    own = load.load_base(run.config.model, config, run.config.quant, run.config.precision.build(CPU), CPU, "sdpa")
+    renamed = TEXT_KEYS.get(trial.family.model_type)
+    own = peft.PeftModel.from_pretrained(own, trial.run_dir / "adapter", key_mapping=renamed).eval()
+    expected = own(input_ids=ids, use_cache=False).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (before - expected).abs().max() > 1e-2
+    assert not [name for name, _ in loaded.named_modules() if "vision" in name and "lora" in name]
 
 
 def test_targets_are_what_the_template_makes_the_assistant_say(trial):

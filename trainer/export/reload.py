@@ -21,7 +21,7 @@ from trainer.export.answering import Say, answer, answer_many, tidied
 from trainer.memory.predict.planner import Planner
 from trainer.model.attention import choose_padded
 from trainer.model.loading.architecture import building
-from trainer.model.loading.base import load_base, load_config
+from trainer.model.loading.base import adapter_keys, load_base, load_config
 from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow, keep_tables_apart
 from trainer.model.offload.streamed_base import streamed_base
@@ -103,7 +103,9 @@ def load_trained(run: Run, folder: Path) -> Trained:
         # The adapter holds the rows of new tokens and not the tables around them.
         grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
         with building(f"run={folder}: the adapter in {result.name}/ cannot be loaded"):
-            keep_tables_apart(peft.PeftModel.from_pretrained(base, result))  # puts the adapter's layers into base
+            # It puts the adapter's layers into base.
+            adapted = peft.PeftModel.from_pretrained(base, result, key_mapping=adapter_keys(config.model))
+        keep_tables_apart(adapted)
         model = base
     else:
         model = AutoModelForCausalLM.from_pretrained(

@@ -25,6 +25,9 @@ TEXT_KEYS = {
 LEFT_OUT = {"gemma3": r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\."}
 """What of their weights the text decoder does not take."""
 
+IN_WHOLE = {"gemma3": "model.language_model"}
+"""Name of the text decoder in the class that `AutoModelForCausalLM` builds of such a folder; alone it is `model`."""
+
 HARMLESS = (
     r"\.rotary_emb\.inv_freq$",  # computed from the configuration; old checkpoints stored it
     r"\.attn(?:ention)?\.(?:masked_)?bias$",  # the causal mask of GPT-2's days, stored as a buffer

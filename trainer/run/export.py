@@ -27,7 +27,7 @@ def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
     prepared, run_dir, clock = ready.prepared, journal.folder.path, journal.clock
     ends = stop_tokens(prepared.steps.ends(), prepared.tokenizer)
     with clock.stage("result"), storage_errors(run_dir):
-        name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir)
+        name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir, prepared.decoder_in_whole)
     answers = []
     if prepared.held_out is not None and run.config.train.compare_prompts:
         with clock.stage("answers"):

@@ -22,7 +22,7 @@ from trainer.errors import ModelError
 from trainer.memory.run_plan import RunMemory, plan_run
 from trainer.model.fused.tiles import check_tiles
 from trainer.model.loading.architecture import skeleton
-from trainer.model.loading.base import load_config, load_tokenizer
+from trainer.model.loading.base import decoder_in_whole, load_config, load_tokenizer
 from trainer.model.offload.block_stream import Source
 from trainer.model.precision import Dtypes
 from trainer.run.beginning import Beginning
@@ -51,6 +51,8 @@ class Prepared:
     plan: RunMemory
     source: Source | None
     """where the frozen blocks are to lie, if not on the device"""
+    decoder_in_whole: str | None
+    """what the text decoder is called where the model's folder is more than one"""
 
     def close(self) -> None:
         """Called when the run ends, however it does."""
@@ -100,7 +102,20 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
         counts = [*steps.first.counts, *counts]
     config.kernels.check_model(model_config, plan.policy)
     source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
-    return Prepared(device, dtypes, tokenizer, model_config, shape, train_set, held_out, counts, steps, plan, source)
+    return Prepared(
+        device=device,
+        dtypes=dtypes,
+        tokenizer=tokenizer,
+        config=model_config,
+        skeleton=shape,
+        train_set=train_set,
+        held_out=held_out,
+        counts=counts,
+        steps=steps,
+        plan=plan,
+        source=source,
+        decoder_in_whole=decoder_in_whole(config.model),
+    )
 
 
 def check_shape(config: Config, shape: PreTrainedModel) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.errors import ModelError
-from trainer.model.families import check_unread, text_config
+from trainer.model.families import IN_WHOLE, TEXT_KEYS, check_unread, text_config
 from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
 from trainer.model.loading.architecture import building, check_fields, loading, skeleton, written_config
@@ -85,6 +85,18 @@ def load_config(model: Model) -> PretrainedConfig:
     config = text_config(_own_config(model, source), source.asked)[0]
     config._commit_hash = source.commit
     return config
+
+
+def decoder_in_whole(model: Model) -> str | None:
+    """Name of the text decoder in what `AutoModelForCausalLM` builds of a folder that holds more than one."""
+    if model.weights is Weights.random:
+        return None
+    return IN_WHOLE.get(_own_config(model, find(model)).model_type)
+
+
+def adapter_keys(model: Model) -> dict[str, str] | None:
+    """How keys of a result's adapter are renamed for the text decoder alone (PEFT's key_mapping)."""
+    return TEXT_KEYS.get(_own_config(model, find(model)).model_type)
 
 
 def planned_config(model: Model) -> PretrainedConfig:
