@@ -68,6 +68,25 @@ def text_config(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig,
     return config, None
 
 
+def rotary_boundary(config: PretrainedConfig, max_length: int) -> int | None:
+    """Length in tokens up to which a row gets the short set of rotary factors, and above it, whole, the long one
+    (LongRoPE, Ding et al. 2024; transformers chooses by the longest sample of a row); None where there is one set.
+
+    Raises ModelError for factors that change with each length (dynamic NTK), where samples can be that long.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    kinds = {one.get("rope_type"): one for one in sets}
+    if "dynamic" in kinds and max_length > text.max_position_embeddings:
+        raise ModelError(
+            f"data.max_length={max_length}: above {text.max_position_embeddings} tokens the rotary factors of this "
+            f"{config.model_type} change with the longest sample so far (rope_type=dynamic), so no sample would train "
+            f"as it does alone. Use data.max_length={text.max_position_embeddings}."
+        )
+    return kinds["longrope"]["original_max_position_embeddings"] if "longrope" in kinds else None
+
+
 def check_unread(keys: Iterable[str], kind: str, model_class: type[PreTrainedModel], where: str) -> None:
     """Raises ModelError for weights in the files that the model has no place for: without them it is another model.
 

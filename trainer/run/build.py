@@ -98,7 +98,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         tokens = prepared.held_out
 
         def held_out() -> Iterable[MicroBatch]:
-            return evaluation_batches(tokens, config.packing, prepared.plan.train)
+            return evaluation_batches(tokens, prepared.steps.packing, prepared.plan.train)
 
     mover = getattr(prepared.plan.policy, "mover", None)
     return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover)

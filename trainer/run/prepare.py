@@ -10,7 +10,9 @@ import torch
 
 from trainer.config.saved import Run
 from trainer.config.schema import Config
+from trainer.data.batches.apart import Apart
 from trainer.data.batches.loader import TrainingSteps
+from trainer.data.batches.packing import Packing
 from trainer.data.batches.prefetch import PrefetchingSteps
 from trainer.data.batches.streamed_steps import Index, StreamedSteps
 from trainer.data.chat.templates import dress
@@ -20,6 +22,7 @@ from trainer.data.tokens.tokenize import Counts, Tokens
 from trainer.device.find import find_device
 from trainer.errors import ModelError
 from trainer.memory.run_plan import RunMemory, plan_run
+from trainer.model.families import rotary_boundary
 from trainer.model.fused.tiles import check_tiles
 from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.base import decoder_in_whole, load_config, load_tokenizer
@@ -77,6 +80,8 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
     check_shape(config, shape)
+    boundary = rotary_boundary(model_config, config.data.max_length)
+    packing = config.packing if boundary is None else Apart(config.packing, boundary)
     new_ids = tokenizer.convert_tokens_to_ids(config.model.new_tokens)
     num_rows = max([shape.get_input_embeddings().weight.shape[0], *(index + 1 for index in new_ids)])
     for tokens in (held_out, train_set):
@@ -90,7 +95,7 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
     steps: TrainingSteps | StreamedSteps
     if train_set is not None:
         beginning.check_same_data(train_set)
-        steps, plan = _stored(config, train_set, plan_of, pin=device.type == "cuda")
+        steps, plan = _stored(config, train_set, packing, plan_of, pin=device.type == "cuda")
     else:
         plan = plan_of(None)
         with clock.stage("data"):
@@ -98,7 +103,7 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
             beginning.check_same_data(train_set)  # before the way to the first step, which may be long
             index, step = Index(beginning.run_dir / "stream.jsonl"), beginning.state.step + 1
             pin = device.type == "cuda"
-            steps = StreamedSteps(train_set, config.packing, plan.train, config.seed, pin, index, step)
+            steps = StreamedSteps(train_set, packing, plan.train, config.seed, pin, index, step)
         counts = [*steps.first.counts, *counts]
     config.kernels.check_model(model_config, plan.policy)
     source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
@@ -141,10 +146,12 @@ def _check_window(config: Config, window: StreamWindow, num_rows: int) -> None:
     check_vocabulary(window.tokens, num_rows)
 
 
-def _stored(config: Config, train_set: Tokens, plan_of: Plan, pin: bool) -> tuple[PrefetchingSteps, RunMemory]:
+def _stored(
+    config: Config, train_set: Tokens, packing: Packing, plan_of: Plan, pin: bool
+) -> tuple[PrefetchingSteps, RunMemory]:
     """Steps of data that is not streamed, in the micro-batches of the plan that is made from them."""
-    steps = PrefetchingSteps(train_set, config.packing, config.train, config.seed, pin)
+    steps = PrefetchingSteps(train_set, packing, config.train, config.seed, pin)
     plan = plan_of(steps)
     if plan.train is not config.train:  # checkpointing=auto made the micro-batch smaller
-        steps = PrefetchingSteps(train_set, config.packing, plan.train, config.seed, pin)
+        steps = PrefetchingSteps(train_set, packing, plan.train, config.seed, pin)
     return steps, plan
