@@ -25,6 +25,7 @@ def results(setting: Setting) -> Iterator[dict[str, Any]]:
     yield {"device": name, **versions, "enable_gqa": attention.asks_for_grouped_heads()}
     if not setting.dry:
         yield attempt({"what": "CUDA outside the allocator"}, lambda: _context(device))
+        yield attempt({"what": "cuBLAS workspaces"}, lambda: _workspaces(device))
     yield attempt({"what": "roof"}, lambda: {"tflops_bf16": matmul_flops(device, torch.bfloat16) / 1e12})
     for part, check in CHECKS.items():
         for row in examine(part, check):
@@ -36,3 +37,14 @@ def _context(device: torch.device) -> dict[str, float]:
     free, total = torch.cuda.mem_get_info(device)
     used = total - free - torch.cuda.memory_reserved(device)
     return {"gib": used / GIB, "assumed_gib": CUDA_CONTEXT / GIB}
+
+
+def _workspaces(device: torch.device) -> dict[str, float]:
+    """What products leave in the allocator: torch gives each cuBLAS handle, forward's and the backward thread's, 32 MiB
+    on compute capability 9 and 8.125 elsewhere (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)."""
+    x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated(device)
+    (x @ x).sum().backward()
+    x.grad = None
+    assumed = 2 * (32 if torch.cuda.get_device_capability(device)[0] == 9 else 8.125)
+    return {"mib": (torch.cuda.memory_allocated(device) - before) / 2**20, "by_source_mib": assumed}
