@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 COUNT_LIMIT = 2**31 - 1
+MOST_TOKENS = 2**24
+"""of a sample or a row: longer than any model's context, and its square still has a number"""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from trainer.config import own
 from trainer.config.compose import compose
 from trainer.config.own import OWN, bring_along, load_options
 from trainer.config.saved import CONFIG, load_run, save_run
-from trainer.config.shelf import options, schema_of
+from trainer.config.shelf import options, schema_of, usable
 from trainer.errors import ConfigError
 from trainer.registry import OPTIONS
 
@@ -138,6 +138,16 @@ def test_a_wrong_yaml_is_told_at_its_line(folder, text, said):
     file = write(folder / "conf/optim/mine.yaml", text)
     assert f"{file}{said}" in refusal(compose, ["optim=mine"])
     compose(["optim=adamw"])
+
+
+def test_what_cannot_be_made_is_no_way_out_for_others(nag, folder):
+    """The plan tries every option of some groups; a user's own may want a module or a value."""
+    write(folder / "conf/optim/half.yaml", "defaults: [/schema/optim/adamw@_here_]\neps: 1e-8\n")
+    write(folder / "conf/optim/torn.yaml", "defaults: [/schema/optim/adamw@_here_]\neps: [1\n")
+    packaged = sorted(file.stem for file in (REPO / "conf/optim").iterdir())
+    assert usable("optim") == packaged
+    load_options("my_options.py")
+    assert usable("optim") == sorted([*packaged, "my_nag"])
 
 
 def test_a_name_that_comes_with_the_trainer_is_taken(folder):

@@ -59,7 +59,7 @@ EDGES = {
     "train.compare_prompts": ([-1], [0, 1]),
 }
 
-TOO_MANY = {"adapter.r": 65536, "train.epochs": 10_000, "train.max_steps": 2**31 - 1, "data.max_length": 2**31 - 1}
+TOO_MANY = {"adapter.r": 65536, "train.epochs": 10_000, "train.max_steps": 2**31 - 1, "data.max_length": 2**24}
 """Counts have an upper end: most of these."""
 
 RANGES = ranges_of(Config) | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from trainer.config.config_file import ConfigFile
 from trainer.config.own import own_folders
 from trainer.config.schema import SECTIONS
-from trainer.config.types import shown
+from trainer.config.types import fields_of, shown
 from trainer.errors import ConfigError, closest
 from trainer.registry import OPTIONS
 from trainer.resources import shipped
@@ -38,6 +39,16 @@ def options(group: str) -> list[str]:
         return sorted(recipes())
     own = {name for name, option in own_options(group).items() if _is_option(group, option)}
     return sorted(own.union(_packaged(group)))
+
+
+def usable(group: str) -> list[str]:
+    """Options that can be made as they stand: one of the user's own may want a module that is not here, or a value."""
+    names = []
+    for name in options(group):
+        with suppress(ConfigError):
+            if fields_of(schema_of(group, name)).keys() <= option_values(group, name).keys():
+                names.append(name)
+    return names
 
 
 def unknown_option(group: str, choice: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from trainer.data.chat.messages import ROLES
 from trainer.errors import closest
-from trainer.ranges import AT_LEAST_1, BELOW_1, COUNT_LIMIT, SHARE, Range
+from trainer.ranges import AT_LEAST_1, BELOW_1, MOST_TOKENS, SHARE, Range
 from trainer.registry import Section, option
 
 
@@ -68,7 +68,7 @@ class Stop(Enum):
     all_exhausted = "all_exhausted"
 
 
-LENGTH = Range(lambda v: v >= 2, "must be 2 or more: a target needs a token before it", COUNT_LIMIT)
+LENGTH = Range(lambda v: v >= 2, "must be 2 or more: a target needs a token before it", MOST_TOKENS)
 
 
 @option("data", "file")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.config.shelf import option_values, options, schema_of
+from trainer.config.shelf import option_values, schema_of, usable
 from trainer.memory.advice.derive import derived
 from trainer.memory.predict.moved import moved_blocks
 from trainer.memory.predict.optimizer_memory import optimizer_memory
@@ -135,7 +135,7 @@ def _sizes(planner: Planner) -> list[Row]:
 def _optimizers(planner: Planner, now: int) -> list[Row]:
     found = []
     optim = planner.config.optim
-    for name in options("optim"):
+    for name in usable("optim"):
         cls = schema_of("optim", name)
         if cls is type(optim) or cls not in OPTIONS["optim"].values():
             continue
