@@ -27,7 +27,7 @@ sys.exit(code)
 
 def here(*words: str) -> int:
     """`trainer WORDS` in this process; returns its exit code. Leaves signals and arguments as they were."""
-    argv, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    argv, handlers = sys.argv, {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     sys.argv = ["trainer", *words]
     try:
         return main()

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import MutableMapping
+from contextlib import suppress
 
 from trainer import __version__
 from trainer.commands.report_error import report
@@ -39,6 +40,8 @@ def main() -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and kernel_module_loaded():
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     signal.signal(signal.SIGTERM, _terminated)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _terminated)
     words = sys.argv[1:]
     debug = "debug=true" in [word.lower() for word in words]
     try:
@@ -100,8 +103,9 @@ def dispatch(words: list[str]) -> int:
 
 
 def _terminated(signum: int, frame: object) -> None:
-    """SIGTERM where nothing can be lost yet; a run in progress has its own handler."""
-    print("trainer: terminated", file=sys.stderr)
+    """SIGTERM or SIGHUP where nothing can be lost yet; a run in progress has its own handler."""
+    with suppress(OSError):  # the terminal may be what ended
+        print("trainer: terminated", file=sys.stderr)
     raise SystemExit(128 + signum)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 
 import peft
@@ -275,3 +276,23 @@ def test_prompts_are_read_as_rows_are(tmp_path):
         generate.read_prompts(file, None)
     said = str(caught.value)
     assert "prompts.jsonl:1: not text" in said and ":2: not JSON: an integer" in said and ":3: not UTF-8" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_config.json", "[]"),
+        ("adapter_config.json", "{"),
+        ("adapter_config.json", '{"peft_type": "EVIL"}'),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}'),
+        ("adapter_model.safetensors", "nothing"),
+        ("tokenizer.json", "{}"),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_a_result_that_no_run_wrote_is_one_line(name, content, learned, tmp_path, capsys):
+    run = shutil.copytree(learned, tmp_path / "run")
+    (run / "adapter" / name).write_text(content)
+    assert here("generate", f"run={run}", "prompt=Say hi") == 4
+    error = capsys.readouterr().err
+    assert "adapter: cannot be loaded" in error and "Traceback" not in error

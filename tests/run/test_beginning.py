@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from tests.processes import in_child, kill_after_step, kill_at
 from tests.support import CHATS, REPO, chat_rows, metrics, train_here, write_jsonl
+from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.errors import StorageError
 from trainer.run.train import run_training
@@ -399,3 +401,132 @@ def test_changed_data_is_refused(job, tmp_path):
     assert in_child(killed) == -signal.SIGKILL
     assert train_here(changed, half)["status"] == "completed", "what was forced once is this run's data"
     assert_equal_runs(half, run)
+
+
+def test_every_step_has_one_row_whoever_was_killed(job, uninterrupted, tmp_path):
+    """The file itself, not its last rows: what was made again replaces what a kill left, evaluations too."""
+    run = tmp_path / "run"
+    half_run(job, run, step=8)  # its checkpoint is of step 6; rows of step 8 and an evaluation lie behind it
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "st')
+    train_here(job, run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for event in ("train", "eval"):
+        expected = [row["step"] for row in metrics(uninterrupted(job), event)]
+        assert [row["step"] for row in lines if row["event"] == event] == expected
+    assert_equal_runs(run, uninterrupted(job))
+
+
+def test_fewer_steps_than_were_done_are_told_and_end(job, tmp_path):
+    run = tmp_path / "run"
+    half_run(job, run)
+    with pytest.raises(StorageError, match=r"at step 6 already, past the 2 .* train\.max_steps=6 train\.resume=force"):
+        train_here([*job, "train.max_steps=2", "train.resume=force"], run)
+    summary = train_here([*job, "train.max_steps=6", "train.resume=force"], run)
+    assert summary["steps"] == 6 and summary["status"] == "completed"
+
+
+def test_another_runs_checkpoint_and_a_renamed_one_are_passed_over(job, uninterrupted, tmp_path, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    half_run(job, run)
+    half_run([*job, "seed=1"], other)
+    shutil.copytree(other / "checkpoints/step-00000006", run / "checkpoints/step-00000006", dirs_exist_ok=True)
+    shutil.copytree(run / "checkpoints/step-00000004", run / "checkpoints/step-00000700")
+    train_here(job, run)
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "checkpoint step-00000700 is not used: it was saved as step 4" in screen
+    ids = [json.loads((folder / "manifest.json").read_text())["run_id"] for folder in (other, run)]
+    assert f"step-00000006 is not used: it is of another run ({ids[0]}, this one is {ids[1]})" in screen
+    assert "resumed at step 4" in screen
+    assert_equal_runs(run, uninterrupted(job))
+
+
+@pytest.mark.parametrize("optim", ["adamw", "paged_adamw_32bit"])
+def test_another_optimizers_checkpoint_is_a_sentence(optim, job, tmp_path):
+    run = tmp_path / "run"
+    half_run(job, run)
+    with pytest.raises(StorageError, match="made with other settings") as error:
+        train_here([*job, f"optim={optim}", "optim.learning_rate=1e-3", "train.resume=force"], run)
+    assert f"choices.optim: paged_adamw_8bit there, {optim} here" in str(error.value)
+
+
+def test_killed_between_the_files_that_say_what_the_run_is(job, uninterrupted, tmp_path):
+    """overrides.yaml is there, config.yaml is not: the same command begins."""
+    from trainer.config import saved
+    from trainer.tracking.run_folder import check_usable
+
+    run = tmp_path / "run"
+    real = saved.write_atomically
+
+    def full(file, text):
+        if file.name == saved.CONFIG:
+            raise OSError(28, "No space left on device")
+        real(file, text)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(saved, "write_atomically", full)
+        train_here(job, run)
+    assert (run / "overrides.yaml").exists() and not (run / "config.yaml").exists()
+    check_usable(run)
+    train_here(job, run)
+    assert_equal_runs(run, uninterrupted(job))
+
+
+@pytest.mark.parametrize("how", ["memory", "kill"])
+def test_an_evaluation_that_fails_does_not_take_its_step_along(how, job, uninterrupted, tmp_path, capfd):
+    """Step 12 is the last: it is saved, evaluated, and the checkpoint learns the result without a second save."""
+    import torch
+
+    from trainer.errors import OutOfMemoryError
+    from trainer.run import train as train_module
+
+    run, real, calls = tmp_path / "run", train_module.evaluate, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 4:  # steps 0, 4, 8 and 12
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*args)
+
+    def work():
+        train_module.evaluate = failing
+        train_here(job, run)
+
+    assert in_child(work) == {"kill": -signal.SIGKILL, "memory": OutOfMemoryError.exit_code}[how]
+    saved = run / "checkpoints/step-00000012"
+    assert checkpoint_module.damage(saved) is None
+    assert json.loads((saved / "state.json").read_text())["evaluated_step"] == 8
+    train_here(job, run)
+    assert "resumed at step 12" in capfd.readouterr().out
+    assert_equal_runs(run, uninterrupted(job))
+    states = [json.loads((r / "checkpoints/step-00000012/state.json").read_text()) for r in (run, uninterrupted(job))]
+    assert states[0]["eval_loss"] == states[1]["eval_loss"] and states[0]["evaluated_step"] == 12
+    for name in ("best", "last"):
+        assert (run / "checkpoints" / name).read_text() == (uninterrupted(job) / "checkpoints" / name).read_text()
+
+
+BAD_FILES = [
+    ("summary.json", "[]", "is not what a run wrote"),
+    ("summary.json", "{", "cannot be read"),
+    ("manifest.json", '{"run_id": 5}', "is not what a run wrote"),
+    ("manifest.json", "[1]", "is not what a run wrote"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), BAD_FILES)
+def test_a_record_that_no_run_wrote_is_one_line(name, content, said, job, tmp_path):
+    from trainer.config.saved import save_run
+
+    run = tmp_path / "run"
+    run.mkdir()
+    save_run(compose([*job, f"output_dir={run}"]), run)
+    (run / name).write_text(content)
+    with pytest.raises(StorageError, match=said) as error:
+        train_here(job, run)
+    assert name in str(error.value) and error.value.exit_code == 5
+
+
+def test_a_run_folder_is_its_users_own(job, uninterrupted):
+    assert uninterrupted(job).stat().st_mode & 0o777 == 0o700

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -23,6 +24,7 @@ from trainer.run import prepare as prepare_module
 from trainer.run import train as train_module
 from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints, damage
+from trainer.training.interrupts import Interrupts
 from trainer.training.losses import Chunked
 
 TRAIN_FIELDS = (
@@ -69,7 +71,12 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("stage", "signum"),
-    [*((stage, signal.SIGTERM) for stage in STAGES), ("load", signal.SIGINT), ("step", signal.SIGINT)],
+    [
+        *((stage, signal.SIGTERM) for stage in STAGES),
+        ("load", signal.SIGINT),
+        ("step", signal.SIGINT),
+        ("step", signal.SIGHUP),
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_signal_saves_and_the_run_can_go_on(stage, signum, job, whole, tmp_path, monkeypatch):
@@ -89,7 +96,7 @@ def test_a_signal_saves_and_the_run_can_go_on(stage, signum, job, whole, tmp_pat
     with monkeypatch.context() as patch, pytest.raises(Interrupted) as stop:
         patch.setattr(owner, name, interrupted)
         train_here(job, run)
-    assert stop.value.exit_code == {signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
+    assert stop.value.exit_code == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}[signum]
     assert time.monotonic() - sent[0] < 10
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     newest = Checkpoints(run / "checkpoints", 2).newest(lambda _: None)
@@ -277,3 +284,37 @@ def test_training_imports_no_library_that_only_some_runs_use():
     code = f"import sys, trainer.run.train; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_like_a_signal(job, tmp_path):
+    """The terminal goes away while the run draws its bar there: SIGHUP, and every word to it is refused."""
+    import pty
+
+    run = tmp_path / "run"
+    words = [*job, "train.max_steps=100000", f"output_dir={run}"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(REPO)
+        os.execv(sys.executable, [sys.executable, "-m", "trainer", *words])
+    os.set_blocking(terminal, False)
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "last").exists():
+        assert time.monotonic() < deadline
+        with suppress(BlockingIOError):
+            os.read(terminal, 65536)
+        time.sleep(0.01)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and "SIGHUP" in summary["error"]
+    assert damage(run / "checkpoints" / f"step-{summary['steps']:08d}") is None
+
+
+def test_nohup_is_kept():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, previous)

@@ -25,3 +25,15 @@ def test_a_half_line_of_a_killed_run_swallows_nothing(tmp_path):
     metrics.write("train", step=2)
     metrics.close()
     assert [row["step"] for row in read_metrics(file)] == [1, 2]
+
+
+def test_rows_that_are_taken_back_are_gone_and_what_follows_is_appended(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    metrics = Metrics(file)
+    rows = [metrics.write("train", step=step, loss=0.1 + step) for step in (1, 2, 3)]
+    with file.open("a") as handle:
+        handle.write('5\n{"half')
+    metrics.keep_only(lambda row: row["step"] <= 2)
+    rows[2] = metrics.write("train", step=3, loss=7.0)
+    metrics.close()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows

@@ -213,3 +213,46 @@ def test_seal_and_damage_cover_folders_in_folders(tmp_path):
     assert damage(tmp_path) is None
     (tmp_path / "a/b/file").write_bytes(b"x" * 99 + b"y")
     assert damage(tmp_path) == "a/b/file is not as it was written"
+
+
+def test_what_is_learnt_later_is_added_without_a_second_save(trained, tmp_path):
+    """amend: the other files are the same files, every byte is as its manifest says, and `best` is right."""
+    checkpoints = Checkpoints(tmp_path, 2, "a")
+    state = State(step=3)
+    folder = checkpoints.save(*trained, state, rng_state(CPU))
+    before = {file.name: file.stat().st_ino for file in folder.iterdir()}
+    state.evaluated_step = state.best_step = 3
+    state.eval_loss = 0.5
+    checkpoints.amend(state)
+    assert load_state(folder).to_json() == state.to_json() and damage(folder) is None
+    after = {file.name: file.stat().st_ino for file in folder.iterdir()}
+    assert {name for name in before if before[name] != after[name]} == {"state.json", "manifest.json"}
+    assert checkpoints.pointer("best") == "step-00000003"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", "step-00000003"]
+
+
+def test_a_kill_between_two_names_loses_nothing(trained, tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(*trained, State(step=1), rng_state(CPU))
+    (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001")
+    assert checkpoints.newest(print).name == "step-00000001"
+
+
+@pytest.mark.parametrize(
+    "values", [{"step": "x"}, {"step": 2}, {"seconds": None}, {"window": 5}, {"window": {}}, {"strange": 1}]
+)
+def test_a_state_that_no_run_wrote_is_one_line(values, trained, tmp_path):
+    folder = Checkpoints(tmp_path, 2).save(*trained, State(step=1), rng_state(CPU))
+    content = json.loads((folder / "state.json").read_text())
+    content = content | values if values != {"window": {}} else content | {"window": {"seconds": "x"}}
+    (folder / "state.json").write_text(json.dumps(content))
+    with pytest.raises(StorageError, match="cannot be loaded into this run"):
+        load_state(folder)
+
+
+@pytest.mark.parametrize("facts", [{}, {"step": 1, "run_id": None}, {"step": "1", "run_id": 5}, {"step": [1]}])
+def test_odd_facts_of_a_checkpoint_never_raise(facts, trained, tmp_path):
+    folder = Checkpoints(tmp_path, 2).save(*trained, State(step=1), rng_state(CPU))
+    (folder / "manifest.json").unlink()
+    seal(folder, facts)
+    assert Checkpoints(tmp_path, 2, "a").newest(lambda line: None) is None

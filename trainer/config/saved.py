@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.atomic import write_atomically
 from trainer.config.own import OPTIONS_FLAG, OWN
 from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import default_choices, option_values, options, own_option, root_values, schema_of
@@ -46,8 +46,8 @@ def save_run(run: Run, folder: Path) -> None:
     values = {"choices": run.choices, **({OWN_OPTIONS: own} if own else {}), **to_plain(run.config)}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     head = "# Resolved configuration of this run; choices names the option picked in each group.\n"
-    _replace(folder / OVERRIDES, yaml.safe_dump(list(run.overrides), allow_unicode=True))
-    _replace(folder / CONFIG, head + text)  # last: it says that a run is here
+    write_atomically(folder / OVERRIDES, yaml.safe_dump(list(run.overrides), allow_unicode=True))
+    write_atomically(folder / CONFIG, head + text)  # last: it says that a run is here
 
 
 def load_run(folder: Path) -> Run | None:
@@ -131,13 +131,6 @@ def _read(file: Path, kind: type) -> Any:
     if not isinstance(content, kind):
         raise StorageError(f"{file}: is damaged: it holds no {'mapping' if kind is dict else 'list'}.")
     return content
-
-
-def _replace(file: Path, text: str) -> None:
-    """The file has its old content or the new one, never a part: a run that cannot be read cannot be resumed."""
-    building = file.with_name(f".{file.name}.building")
-    building.write_text(text, encoding="utf-8")
-    os.replace(building, file)
 
 
 def differences(old: Run, new: Run, free: tuple[str, ...]) -> list[tuple[str, Any, Any]]:

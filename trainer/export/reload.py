@@ -93,7 +93,9 @@ def load_trained(run: Run, folder: Path) -> Trained:
     result = results[0]
     device = find_device(config.device)
     dtypes = config.precision.build(device)
-    tokenizer = AutoTokenizer.from_pretrained(result)
+    with building(f"{result}: cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(result)
+        end = GenerationConfig.from_pretrained(result).eos_token_id
     encoder = Encoder(tokenizer, TrainOn.assistant)
     encoder.template.check()  # before the weights are read
     if result.name == "adapter":
@@ -102,7 +104,7 @@ def load_trained(run: Run, folder: Path) -> Trained:
         base = _base(config, dtypes, device)
         # The adapter holds the rows of new tokens and not the tables around them.
         grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
-        with building(f"run={folder}: the adapter in {result.name}/ cannot be loaded"):
+        with building(f"{result}: cannot be loaded"):
             # It puts the adapter's layers into base.
             adapted = peft.PeftModel.from_pretrained(base, result, key_mapping=adapter_keys(config.model))
         keep_tables_apart(adapted)
@@ -116,5 +118,4 @@ def load_trained(run: Run, folder: Path) -> Trained:
             trust_remote_code=config.model.trust_remote_code,
         )
         model.set_attn_implementation(choose_padded(model.config)[0])
-    end = GenerationConfig.from_pretrained(result).eos_token_id
     return Trained(model, encoder, end if isinstance(end, list) else [end], dtypes)

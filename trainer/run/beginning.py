@@ -50,12 +50,24 @@ class Beginning:
     """settings that it was forced to go on with"""
     forced: bool = False
 
+    def check_not_past(self, num_steps: int) -> None:
+        """Raises StorageError where the run has done more steps than it shall have now."""
+        if self.state.step > num_steps:
+            raise StorageError(
+                f"output_dir={self.run_dir}: the run is at step {self.state.step} already, past the {num_steps} that "
+                "train.max_steps or train.epochs ask for. Give it more; or take its result as it is: "
+                f"train.max_steps={self.state.step} train.resume=force."
+            )
+
     def check_same_data(self, train_set: Tokens | RowStream) -> None:
         """Raises StorageError where a run would go on with other data than it started with."""
         known = self.manifest
         if self.checkpoint is None or known is None or self.forced or known["data_hash"] == train_set.content_hash():
             return
-        then = {name: FileMark(**mark) for name, mark in known.get("data_files", {}).items()}
+        try:
+            then = {name: FileMark(**mark) for name, mark in known.get("data_files", {}).items()}
+        except TypeError:
+            then = {}
         marks = _marks(train_set)
         changed = "; ".join(changes(then, marks)) or "its samples would come in another order"
         text = (
@@ -70,7 +82,7 @@ class Beginning:
         raise StorageError(text)
 
 
-def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[[str], None]) -> Beginning:
+def decide(run: Run, folder: RunFolder, say: Callable[[str], None]) -> Beginning:
     """Looks into the folder. Raises StorageError where it holds another run, or where resuming is not wanted."""
     saved = load_run(folder.path)
     if saved is None:
@@ -91,16 +103,25 @@ def decide(run: Run, folder: RunFolder, checkpoints: Checkpoints, say: Callable[
     summary, manifest = folder.summary(), folder.manifest()
     if summary is not None and summary["status"] == "completed" and not changed:
         return Beginning(folder.path, finished=summary)
-    checkpoint = checkpoints.newest(say)
+    known_id = manifest["run_id"] if manifest else None
+    checkpoint = Checkpoints(folder.file("checkpoints"), run.config.train.keep_checkpoints, known_id).newest(say)
     return Beginning(
         folder.path,
-        run_id=manifest["run_id"] if manifest else new_run_id(),
+        run_id=known_id or new_run_id(),
         state=State() if checkpoint is None else load_state(checkpoint),
         checkpoint=checkpoint,
         manifest=manifest,
         changed=told,
         forced=resume is Resume.force,
     )
+
+
+def stays(row: dict[str, Any], state: State) -> bool:
+    """Whether a row of metrics is of a step that a run which goes on from `state` does not make again."""
+    evaluated = -1 if state.evaluated_step is None else state.evaluated_step
+    known = {"train": state.logged_step, "eval": evaluated}
+    event = row.get("event")
+    return event == "resumed" or row.get("step", 0) <= known.get(event, state.step)
 
 
 def take_folder(run: Run, folder: RunFolder) -> None:

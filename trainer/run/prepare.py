@@ -96,7 +96,9 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
     if train_set is not None:
         beginning.check_same_data(train_set)
         steps, plan = _stored(config, train_set, packing, plan_of, pin=device.type == "cuda")
+        beginning.check_not_past(steps.num_steps)
     else:
+        beginning.check_not_past(config.train.max_steps)
         plan = plan_of(None)
         with clock.stage("data"):
             train_set = RowStream(config.data, tokenizer, lambda window: _check_window(config, window, num_rows))

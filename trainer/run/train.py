@@ -16,7 +16,7 @@ from trainer.memory.advice.out_of_memory import advising
 from trainer.memory.advice.report import short_plan
 from trainer.memory.memory_probe import probe_memory, wanted
 from trainer.run import moving
-from trainer.run.beginning import Beginning, decide, restore
+from trainer.run.beginning import Beginning, decide, restore, stays
 from trainer.run.build import Ready, build
 from trainer.run.clock import Clock
 from trainer.run.disk import full_disk, leaving_nothing
@@ -43,19 +43,20 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
     `import_seconds`: what importing this module took, where it was not imported before.
     """
     clock, screen, folder = Clock(import_seconds), Screen(), RunFolder(run_dir)
-    checkpoints = Checkpoints(run_dir / "checkpoints", run.config.train.keep_checkpoints)
     quiet_libraries(screen)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         stack.enter_context(deterministic_kernels(run.config.train.deterministic))
         with leaving_nothing(folder):
             stack.enter_context(folder)
-            beginning = decide(run, folder, checkpoints, screen.say)
+            beginning = decide(run, folder, screen.say)
             if beginning.finished is not None:
                 screen.say(f"{run_dir}: this run is completed; nothing to do.")
                 return beginning.finished
             prepared = stack.enter_context(closing(prepare(run, beginning, clock)))
             _say_unused_card(run.config.device, prepared.device, screen)
+        keep = run.config.train.keep_checkpoints
+        checkpoints = Checkpoints(folder.file("checkpoints"), keep, beginning.run_id)
         stack.enter_context(full_disk(run_dir))
         journal = stack.enter_context(keeping_journal(run, folder, beginning, prepared, screen, clock))
         folder.write("plan.json", short_plan(prepared.plan))
@@ -63,6 +64,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         stack.enter_context(advising(lambda: journal.situation(checkpoints.pointer("last"))))
         ready = stack.enter_context(closing(build(run, prepared, journal.memory, clock)))
         rng = restore(run, beginning, folder, ready)
+        journal.metrics.keep_only(lambda row: stays(row, beginning.state))
         _tell_start(run, beginning, ready, journal)
         _train(run, ready, journal, checkpoints, rng, interrupts)
         return export_result(run, ready, journal)
@@ -123,7 +125,8 @@ def _train(
             held_out=ready.held_out,
             evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check),
             save=lambda state: checkpoints.save(ready.adapted, loop.optimizer, state, rng),
-            saved_step=state.step,
+            amend=checkpoints.amend,
+            saved=(state.step, state.evaluated_step),
         )
         tell_compilations, tell_moved = told_compilations(config.kernels, journal), moving.told(ready, journal)
 

@@ -16,6 +16,8 @@ from typing import Any
 from trainer.atomic import write_atomically
 from trainer.errors import StorageError
 
+BEGUN = (".lock", "train.log", "overrides.yaml", ".overrides.yaml.building", ".config.yaml.building")
+"""What a run may have written when it is killed before its config.yaml, which says that a run is here."""
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hydra-core", "wandb")
 
 
@@ -31,6 +33,8 @@ class RunFolder:
         self.check()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if not (self.path / "config.yaml").is_file():
+                self.path.chmod(0o700)  # rows and answers are in it; a run that goes on keeps what it was given since
             self._lock = (self.path / ".lock").open("w")
         except OSError as error:
             raise StorageError(f"output_dir={self.path}: cannot be written: {error.strerror}.") from None
@@ -77,23 +81,34 @@ class RunFolder:
         write_atomically(self.file(name), json.dumps(content, indent=1, ensure_ascii=False))
 
     def summary(self) -> dict[str, Any] | None:
-        """summary.json of a run that ended, or None."""
-        with suppress(OSError, ValueError):
-            return json.loads(self.file("summary.json").read_text())
-        return None
+        """summary.json of a run that ended, or None. Raises StorageError."""
+        return self._read("summary.json", {"status": str})
 
     def manifest(self) -> dict[str, Any] | None:
-        """manifest.json, or None."""
-        with suppress(OSError, ValueError):
-            return json.loads(self.file("manifest.json").read_text())
-        return None
+        """manifest.json, or None. Raises StorageError."""
+        return self._read("manifest.json", {"run_id": str, "data_hash": str})
+
+    def _read(self, name: str, needed: dict[str, type]) -> dict[str, Any] | None:
+        try:
+            content = json.loads(self.file(name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{self.file(name)}: cannot be read: {error}. Remove it to go on without.") from None
+        if not isinstance(content, dict) or not all(isinstance(content.get(k), t) for k, t in needed.items()):
+            raise StorageError(
+                f"{self.file(name)}: is not what a run wrote there ({', '.join(needed)} are missing or of another "
+                "type). Remove it to go on without."
+            )
+        return content
 
 
 def check_usable(path: Path) -> None:
     """Raises StorageError for a folder that holds something other than a run, or that cannot be written."""
     check_writable(path)
     if path.is_dir():
-        others = [e.name for e in path.iterdir() if e.name not in (".lock", "train.log")]
+        begun = BEGUN if (path / ".lock").is_file() else ("train.log",)
+        others = [entry.name for entry in path.iterdir() if entry.name not in begun]
         if others and not (path / "config.yaml").is_file():
             raise StorageError(
                 f"output_dir={path}: the folder holds other things ({', '.join(sorted(others)[:3])}) and no run. "

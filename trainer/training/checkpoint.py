@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,23 +30,42 @@ MANIFEST, STATE, RNG = "manifest.json", "state.json", "rng.safetensors"
 class Checkpoints:
     """The folder `checkpoints/` of a run."""
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, run_id: str | None = None):
+        """`run_id`: of the run whose they are; None: not known, so none is foreign."""
+        self.folder, self.keep, self.run_id = folder, keep, run_id
 
     def save(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: State, rng: dict[str, torch.Tensor]
     ) -> Path:
         """Writes step-XXXXXXXX, then the names `last` and `best`, then removes what rotation no longer keeps."""
-        target = self.path(state.step)
-        building = self.folder / f".building-{target.name}"
-        try:
-            self._remove_leftovers()
+        with self._replacing(state) as building:
             building.mkdir(parents=True)
             save_trainable(model, building)
             save_optimizer(optimizer, building)
             save_file(rng, building / RNG)
             (building / STATE).write_text(json.dumps(state.to_json(), indent=1))
-            seal(building, {"step": state.step})
+            seal(building, {"step": state.step, "run_id": self.run_id})
+        self._rotate()
+        return self.path(state.step)
+
+    def amend(self, state: State) -> None:
+        """Puts into this step's checkpoint what was learnt since it was saved: its other files are linked, not
+        written again."""
+        with self._replacing(state) as building:
+            shutil.copytree(self.path(state.step), building, copy_function=_link)
+            manifest = json.loads((building / MANIFEST).read_text())
+            write_atomically(building / STATE, json.dumps(state.to_json(), indent=1))  # a new file, not the linked one
+            manifest["files"][STATE] = _sha256(building / STATE)
+            write_atomically(building / MANIFEST, json.dumps(manifest, indent=1))
+
+    @contextmanager
+    def _replacing(self, state: State) -> Iterator[Path]:
+        """A hidden folder to fill, which then becomes the checkpoint of this step, and `last`, and `best` if it is."""
+        target = self.path(state.step)
+        building = self.folder / f".building-{target.name}"
+        try:
+            self._remove_leftovers()
+            yield building
             replace_folder(building, target)
             write_atomically(self.folder / "last", target.name + "\n")
             if state.best_step == state.step:
@@ -53,11 +73,9 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:  # safetensors has its own error, also for a full disk
             shutil.rmtree(building, ignore_errors=True)
             raise StorageError(_save_failed(target, error, self.names())) from error
-        self._rotate()
-        return target
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / _name(step)
 
     def names(self) -> list[str]:
         """Names of the checkpoints there, oldest first, complete or not."""
@@ -66,16 +84,37 @@ class Checkpoints:
         return sorted(entry.name for entry in self.folder.iterdir() if entry.name.startswith("step-"))
 
     def newest(self, say: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint whose every byte is as written; what is damaged is said and passed over."""
+        """The newest checkpoint of this run whose every byte is as written; what is damaged, foreign or misnamed is
+        said and passed over."""
+        self._put_back()
         for name in reversed(self.names()):
-            problem = damage(self.folder / name)
+            problem = damage(self.folder / name) or self._foreign(self.folder / name)
             if problem is None:
                 return self.folder / name
             say(f"checkpoint {name} is not used: {problem}")
         return None
 
+    def _foreign(self, folder: Path) -> str | None:
+        """Why a whole checkpoint is not this run's at the step that its name says, or None. One that an earlier version
+        wrote carries no run id: it is taken for this run's."""
+        facts = json.loads((folder / MANIFEST).read_text())
+        if folder.name != _name(facts.get("step")):
+            return f"it was saved as step {facts.get('step')}"
+        if self.run_id is not None and facts.get("run_id", self.run_id) != self.run_id:
+            return f"it is of another run ({facts['run_id']}, this one is {self.run_id})"
+        return None
+
+    def _put_back(self) -> None:
+        """A kill between the two renames of a replacement leaves the old folder under its hidden name."""
+        for old in self.folder.glob(".old-step-*"):
+            target = self.folder / old.name.removeprefix(".old-")
+            if not target.exists() and damage(old) is None:
+                with suppress(OSError):
+                    old.rename(target)
+
     def _remove_leftovers(self) -> None:
         """What a killed save left half-done, whatever its step was."""
+        self._put_back()
         for left in [*self.folder.glob(".building-step-*"), *self.folder.glob(".old-step-*")]:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -97,7 +136,10 @@ class Checkpoints:
 def load_state(folder: Path) -> State:
     """Position and tallies only, before any weight is read. Raises StorageError."""
     with _readable(folder):
-        return State.from_json(json.loads((folder / STATE).read_text()))
+        state = State.from_json(json.loads((folder / STATE).read_text()))
+        if folder.name != _name(state.step):
+            raise ValueError(f"{STATE} is of step {state.step}")
+        return state
 
 
 def load_checkpoint(
@@ -165,6 +207,18 @@ def damage(folder: Path) -> str | None:
     if STATE not in files:
         return f"{STATE} is missing"
     return None
+
+
+def _name(step: object) -> str:
+    return f"step-{str(step):0>8}"
+
+
+def _link(source: str, target: str) -> None:
+    """One file under two names, or where the disk has no such thing a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _sha256(file: Path) -> str:

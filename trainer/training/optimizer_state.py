@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 TENSORS, SCALARS = "optimizer.safetensors", "optimizer.json"
+MADE_BY = "made_by"
+"""In SCALARS: the optimizer's class. Checkpoints of earlier versions lack it."""
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Writes the state of every parameter, numbered in the groups' order."""
     tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, float | int] = {}
+    scalars: dict[str, float | int | str] = {MADE_BY: _name(optimizer)}
     for index, (_, _, parameter) in enumerate(_parameters(optimizer)):
         for key, value in optimizer.state.get(parameter, {}).items():
             if key.startswith("qmap"):
@@ -32,15 +34,17 @@ def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Fills a freshly built optimizer with what save_optimizer wrote."""
+    """Fills a freshly built optimizer with what save_optimizer wrote. Raises ValueError where another optimizer did."""
     saved: dict[int, dict[str, torch.Tensor | float | int]] = {}
-    for name, value in [
-        *load_file(folder / TENSORS).items(),
-        *json.loads((folder / SCALARS).read_text()).items(),
-    ]:
+    scalars = json.loads((folder / SCALARS).read_text())
+    made_by = scalars.pop(MADE_BY, _name(optimizer))
+    for name, value in [*load_file(folder / TENSORS).items(), *scalars.items()]:
         index, _, key = name.partition(".")
         saved.setdefault(int(index), {})[key] = value
     is_bitsandbytes = hasattr(optimizer, "init_state")
+    foreign = ValueError(f"its optimizer state is that of {made_by}, and this run's optimizer is {_name(optimizer)}")
+    if made_by != _name(optimizer) and not (is_bitsandbytes and made_by.startswith("bitsandbytes.")):
+        raise foreign
     if is_bitsandbytes:
         optimizer.check_overrides()
         optimizer.to_gpu()
@@ -51,6 +55,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
         if is_bitsandbytes:
             optimizer.init_state(optimizer.param_groups[group_index], parameter, group_index, in_group)
         state = optimizer.state[parameter]
+        if is_bitsandbytes and _kinds(state) != _kinds(saved[index]):  # paged or not, the state is the same
+            raise foreign
         for key, value in saved[index].items():
             if isinstance(state.get(key), torch.Tensor):
                 state[key].copy_(value)
@@ -58,6 +64,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
                 state[key] = value.to(parameter.device)
             else:
                 state[key] = value  # torch keeps its step counter on the host
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _kinds(state: dict[str, torch.Tensor | float | int]) -> dict[str, torch.dtype | None]:
+    """What a parameter's state is made of."""
+    return {key: getattr(value, "dtype", None) for key, value in state.items() if not key.startswith("qmap")}
 
 
 def _parameters(optimizer: torch.optim.Optimizer):

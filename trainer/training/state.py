@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 
@@ -54,7 +54,20 @@ class State:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> State:
-        return cls(**{**values, "window": Window(**values["window"])})
+        """Raises KeyError, TypeError or ValueError where the values are not those of a state."""
+        return _typed(cls, {**values, "window": _typed(Window, values["window"])})
+
+
+T = TypeVar("T")
+
+
+def _typed(cls: type[T], values: dict[str, Any]) -> T:
+    """A dataclass of values that come from a file."""
+    made, types = cls(**values), get_type_hints(cls)
+    wrong = [f"{name}={value!r}" for name, value in vars(made).items() if not isinstance(value, types[name])]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} cannot be")
+    return made
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

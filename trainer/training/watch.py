@@ -33,8 +33,9 @@ class Watch:
     held_out: Callable[[], Iterable[MicroBatch]] | None
     evaluate: Callable[[Iterable[MicroBatch]], Evaluation]
     save: Callable[[State], Any]
-    saved_step: int = 0
-    """step of the newest checkpoint"""
+    amend: Callable[[State], Any]
+    saved: tuple[int, int | None]
+    """step of the newest checkpoint, and that of the newest evaluation it knows"""
     _skipped: int = 0
 
     def after_step(self, state: State, grad_norm: float) -> None:
@@ -48,17 +49,23 @@ class Watch:
         at_end = state.step == self.loop.steps.num_steps
         if state.step > state.logged_step and (at_end or state.step % self.train.log_every == 0):
             self._log(state, grad_norm)
+        save_due = at_end or _every(state.step, self.train.save_every)
+        if save_due:
+            self.save_now(state)  # what fails in the evaluation does not take the step along
         if at_end or state.step == 0 or _every(state.step, self.train.eval_every):
             self._evaluate(state)
-        if at_end or _every(state.step, self.train.save_every) or self._improved(state):
+        if save_due or self._improved(state):
             self.save_now(state)
 
     def save_now(self, state: State) -> None:
-        """A checkpoint of this step, unless it is there already."""
-        if state.step > self.saved_step:
+        """A checkpoint of this step, unless it is there; an evaluation that it does not know yet is added to it."""
+        now = state.step, state.evaluated_step
+        if state.step > self.saved[0]:
             self.loop.memory.expect("save")
             self.save(state)
-            self.saved_step = state.step
+        elif state.step > 0 and now != self.saved:
+            self.amend(state)
+        self.saved = now
 
     def _improved(self, state: State) -> bool:
         """A new best is saved at once, where saving in between is wanted at all."""
@@ -111,7 +118,6 @@ class Watch:
             **{f"eval_loss/{source}": loss for source, loss in result.by_source.items()},
         )
         state.evaluated_step, state.eval_loss = state.step, result.loss
-        self.saved_step = min(self.saved_step, state.step - 1)  # a checkpoint of this step does not know it yet
         if state.step == 0:
             state.first_eval_loss = result.loss
         best = ""
