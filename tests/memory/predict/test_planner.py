@@ -58,6 +58,8 @@ def test_an_8b_plans_within_a_gibibyte():
     assert [card["fits"] for card in plan["cards"]] == [False, True, True, True, True, True]
     longest = [card["longest_micro_batch_tokens"] for card in plan["cards"]]
     assert longest == sorted(longest)
+    limits = {card["limited_by"]: card["longest_micro_batch_tokens"] for card in plan["cards"]}
+    assert limits["the model's positions"] == 8192 == max(longest) and limits["memory"] < 8192
     roof = plan["tokens_per_second"]["RTX 4090"]["roof"]
     assert 3061 < roof < 3535  # between 8,192 and 2,048 tokens a sample, full checkpointing
     assert any("not needed" in sentence for sentence in plan["advice"])

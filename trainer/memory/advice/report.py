@@ -43,6 +43,18 @@ def _prediction(planner: Planner, prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def _card(planner: Planner, card: int, needed: int) -> dict[str, Any]:
+    """What a card of so many GiB holds; a sample has no more tokens than the model has positions."""
+    longest = planner.longest(card * GIB)
+    positions = getattr(planner.model_config.get_text_config(), "max_position_embeddings", None) or longest
+    return {
+        "gib": card,
+        "fits": needed <= card * GIB,
+        "longest_micro_batch_tokens": min(longest, positions),
+        "limited_by": "memory" if longest <= positions else "the model's positions",
+    }
+
+
 def full_plan(planner: Planner) -> dict[str, Any]:
     """Everything that `trainer plan` says."""
     prediction = planner.predict()
@@ -51,10 +63,7 @@ def full_plan(planner: Planner) -> dict[str, Any]:
     changes = whatif.rows(planner)
     plan = _prediction(planner, prediction)
     plan["recomputed_share"] = recomputed_share(planner, planner.policy)
-    plan["cards"] = [
-        {"gib": card, "fits": needed <= card * GIB, "longest_micro_batch_tokens": planner.longest(card * GIB)}
-        for card in CARDS
-    ]
+    plan["cards"] = [_card(planner, card, needed) for card in CARDS]
     plan["assumed_efficiency"] = EFFICIENCY
     plan["tokens_per_second"] = {
         name: {"roof": roof, "expected": EFFICIENCY * roof} for name, roof in roofs(planner, planner.policy).items()

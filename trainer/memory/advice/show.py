@@ -24,12 +24,13 @@ def show(screen: Screen, plan: dict[str, Any], recipe: str) -> None:
     screen.table(f"plan: {recipe}, {device}, a micro-batch of {tokens:,} tokens", rows)
     screen.columns(
         "cards",
-        ("GiB", "fits", "longest micro-batch, tokens"),
+        ("GiB", "fits", "longest micro-batch, tokens", "limited by"),
         [
             (
                 str(c["gib"]),
                 "yes" if c["fits"] else "no",
                 f"{c['longest_micro_batch_tokens']:,}" if c["longest_micro_batch_tokens"] else "none",
+                c["limited_by"],
             )
             for c in plan["cards"]
         ],
