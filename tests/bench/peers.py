@@ -1,9 +1,9 @@
-"""One contestant of the speed benchmark in a process of its own: it takes a step when told to, and says what it cost.
+"""A peer of the speed benchmark: a whole run in a process of its own, as its documentation writes one.
 
     python -m tests.bench.peers KIND SETTINGS.json
 
-All take the same samples in every step, from the same weights with the same LoRA, and do one optimizer step a line
-read. This module needs no more than a contestant's own environment has: another interpreter may run it.
+It takes the same samples in every step, from the same weights with the same LoRA, and prints what each step took.
+This module needs no more than a peer's own environment has: another interpreter may run it.
 """
 
 from __future__ import annotations
@@ -22,73 +22,7 @@ from trainer.device.measure import Memory
 
 Settings = dict[str, Any]
 """Written by speed.py: model (folder), samples (input_ids and labels), rows (sample numbers of each packed row),
-checkpointing, learning_rate, overrides (of our own configuration)."""
-
-
-class Referee:
-    """Between two steps a contestant waits here."""
-
-    def __init__(self, memory: Memory):
-        """The first step measures memory: reading the C allocator's count every few milliseconds costs CPU time, so
-        the thread that does it does not run in the steps whose time counts."""
-        self.memory = memory
-        self.measuring = False
-        self.base = memory.read().allocated
-        self.before: tuple[float, float] | None = None
-
-    def wait(self) -> bool:
-        """Reports that the contestant is ready; returns once the next step is wanted, false at the end."""
-        print(json.dumps({"ready": True}), file=self.out(), flush=True)
-        if not sys.stdin.readline().strip():
-            return False
-        if self.before is None:
-            self.memory.__enter__()
-            self.measuring = True
-        self.memory.read()  # the peak starts anew
-        self.before = time.process_time(), time.perf_counter()
-        return True
-
-    def done(self, loss: float) -> None:
-        """Reports the step."""
-        cpu, wall = time.process_time(), time.perf_counter()
-        peak = self.memory.read().peak - self.base if self.measuring else None
-        if self.measuring:
-            self.memory.__exit__()
-            self.measuring = False
-        row = {"cpu_seconds": cpu - self.before[0], "wall_seconds": wall - self.before[1], "loss": loss, "peak": peak}
-        print(json.dumps(row), file=self.out(), flush=True)
-
-    def out(self):
-        return sys.__stdout__
-
-
-class Stop(Exception):
-    """The referee wants no more steps."""
-
-
-def ours(settings: Settings, memory: Memory) -> None:
-    """This trainer's own loop, from its own configuration."""
-    from trainer.config.compose import compose
-    from trainer.run.beginning import Beginning
-    from trainer.run.build import build
-    from trainer.run.clock import Clock
-    from trainer.run.prepare import prepare
-    from trainer.training.loop import train
-    from trainer.training.state import State, Window, rng_state
-
-    run = compose(settings["overrides"])
-    prepared = prepare(run, Beginning(Path(run.config.output_dir)), Clock())
-    ready = build(run, prepared, memory, Clock())
-    referee = Referee(memory)
-
-    def after_step(state: State, grad_norm: float) -> None:
-        if referee.before is not None:
-            referee.done(float(state.window.loss_sum) / state.window.num_targets)
-            state.window = Window()
-        if not referee.wait():
-            raise Stop
-
-    train(ready.loop, State(), rng_state(prepared.device), after_step, lambda: None)
+row_tokens, steps, checkpointing, learning_rate, scratch."""
 
 
 def _peft_model(settings: Settings):
@@ -118,7 +52,7 @@ def _arguments(settings: Settings, kind: type, **fields: Any):
     recompute = settings["checkpointing"] == "full"
     return kind(
         output_dir=settings["scratch"],
-        max_steps=10_000,
+        max_steps=settings["steps"],
         learning_rate=settings["learning_rate"],
         lr_scheduler_type="constant",
         weight_decay=0.0,
@@ -137,27 +71,36 @@ def _arguments(settings: Settings, kind: type, **fields: Any):
     )
 
 
-def _run(trainer: Any, memory: Memory) -> None:
-    """Any transformers Trainer, stopped between steps by a callback."""
-    trainer.add_callback(_between(memory, lambda: trainer))
+def _run(trainer: Any) -> None:
+    """Any transformers Trainer, whose steps are timed by a callback."""
+    trainer.add_callback(_timing(lambda: trainer))
     trainer.train()
 
 
-def _between(memory: Memory, trainer: Callable[[], Any]) -> Any:
-    """The callback in which a Trainer waits for the referee; `trainer` finds it once it is made."""
+def _timing(trainer: Callable[[], Any]) -> Any:
+    """The callback that prints what each step took; `trainer` finds the Trainer once it is made.
+
+    The first step makes the optimizer's state and has its memory measured; what that costs is not in the others.
+    """
     from transformers import TrainerCallback
 
-    referee = Referee(memory)
+    memory = Memory(torch.device("cpu"))
 
-    class Between(TrainerCallback):
+    class Timing(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            if not referee.wait():
-                raise Stop
+            if state.global_step == 0:
+                memory.__enter__()
+                self.base = memory.read().allocated
+            self.before = time.perf_counter(), time.process_time()
 
         def on_step_end(self, args, state, control, **kwargs):
-            referee.done(float(trainer().last_loss))
+            row = {"wall": time.perf_counter() - self.before[0], "cpu": time.process_time() - self.before[1]}
+            if state.global_step == 1:
+                row["peak"] = memory.read().peak - self.base
+                memory.__exit__()
+            print(json.dumps({**row, "loss": float(trainer().last_loss)}), file=sys.__stdout__, flush=True)
 
-    return Between()
+    return Timing()
 
 
 def _with_loss(base: type) -> type:
@@ -180,7 +123,7 @@ def _features(settings: Settings) -> list[dict[str, list[int]]]:
     return [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in settings["samples"]]
 
 
-def trainer_padded(settings: Settings, memory: Memory) -> None:
+def trainer_padded(settings: Settings) -> None:
     """transformers Trainer + PEFT, padded micro-batches of four samples."""
     import peft
     from transformers import Trainer, TrainingArguments
@@ -211,12 +154,11 @@ def trainer_padded(settings: Settings, memory: Memory) -> None:
     _run(
         _with_loss(Trainer)(
             model=peft.get_peft_model(model, config), args=arguments, train_dataset=features, data_collator=collate
-        ),
-        memory,
+        )
     )
 
 
-def trainer_flat(settings: Settings, memory: Memory) -> None:
+def trainer_flat(settings: Settings) -> None:
     """transformers Trainer + PEFT with transformers' own flattening collator, on the rows that ours packs."""
     import peft
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -233,12 +175,11 @@ def trainer_flat(settings: Settings, memory: Memory) -> None:
             args=arguments,
             train_dataset=rows,
             data_collator=lambda batch: flatten(batch[0]["row"]),
-        ),
-        memory,
+        )
     )
 
 
-def trl(settings: Settings, memory: Memory, fp32_adapters: bool = False) -> None:
+def trl(settings: Settings, fp32_adapters: bool = False) -> None:
     """TRL's SFTTrainer with its own packing; it casts the adapters of a quantised base to bf16."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -269,15 +210,15 @@ def trl(settings: Settings, memory: Memory, fp32_adapters: bool = False) -> None
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    _run(trainer, memory)
+    _run(trainer)
 
 
-def trl_fp32(settings: Settings, memory: Memory) -> None:
+def trl_fp32(settings: Settings) -> None:
     """The same with its adapters put back to fp32."""
-    trl(settings, memory, fp32_adapters=True)
+    trl(settings, fp32_adapters=True)
 
 
-def llamafactory(settings: Settings, memory: Memory) -> None:
+def llamafactory(settings: Settings) -> None:
     """LLaMA-Factory's own training with its neat packing, on the rows that ours packs."""
     import types
     from importlib.machinery import ModuleSpec
@@ -334,7 +275,7 @@ def llamafactory(settings: Settings, memory: Memory) -> None:
         "disable_gradient_checkpointing": settings["checkpointing"] != "full",
         "use_reentrant_gc": False,
         "infer_dtype": "float32",
-        "max_steps": 10_000,
+        "max_steps": settings["steps"],
         "learning_rate": settings["learning_rate"],
         "lr_scheduler_type": "constant",
         "weight_decay": 0.0,
@@ -347,7 +288,7 @@ def llamafactory(settings: Settings, memory: Memory) -> None:
         "dataloader_pin_memory": False,
         "output_dir": str(Path(settings["scratch"]) / "llamafactory"),
     }
-    run_exp(arguments, callbacks=[_between(memory, lambda: made[0])])
+    run_exp(arguments, callbacks=[_timing(lambda: made[0])])
 
 
 def _tokenizer(settings: Settings):
@@ -356,8 +297,7 @@ def _tokenizer(settings: Settings):
     return AutoTokenizer.from_pretrained(settings["model"])
 
 
-KINDS: dict[str, Callable[[Settings, Memory], None]] = {
-    "ours": ours,
+KINDS: dict[str, Callable[[Settings], None]] = {
     "trainer_padded": trainer_padded,
     "trainer_flat": trainer_flat,
     "trl": trl,
@@ -367,15 +307,10 @@ KINDS: dict[str, Callable[[Settings, Memory], None]] = {
 
 
 def main() -> None:
-    """A contestant's process."""
+    """A peer's process."""
     kind, file = sys.argv[1:]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - the libraries' own logs; ours goes to the real one
-    torch.set_num_threads(1)
-    settings = json.loads(Path(file).read_text(encoding="utf-8"))
-    try:
-        KINDS[kind](settings, Memory(torch.device("cpu")))
-    except Stop:
-        return
+    KINDS[kind](json.loads(Path(file).read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":
