@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,22 @@ def setting(name: str, default: str) -> str:
     return os.environ.get(f"TRAINER_BENCH_{name}", default)
 
 
-def prepare(model: Path, scratch: Path, policy: str, samples: int, row_tokens: int, steps: int) -> dict[str, Any]:
+def bench_rows(samples: int) -> list[dict]:
+    """The first rows of the bench's data."""
+    source = os.environ.get("TRAINER_BENCH_DATA")
+    if source is not None:
+        return json.loads(Path(source).read_text(encoding="utf-8"))[:samples]
+    embedded = REPO / "trainer" / "assets" / "data" / "orders.jsonl"
+    return [json.loads(line) for line in embedded.read_text(encoding="utf-8").splitlines()[:samples]]
+
+
+def prepare(
+    model: Path, scratch: Path, policy: str, rows: list[dict], row_tokens: int, steps: int, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """What all contestants are told; the samples are tokenised and packed by our own pipeline, once."""
     from trainer.config.compose import compose
     from trainer.run import session
 
-    source = os.environ.get("TRAINER_BENCH_DATA")
-    if source is not None:
-        rows = json.loads(Path(source).read_text(encoding="utf-8"))[:samples]
-    else:
-        embedded = REPO / "trainer" / "assets" / "data" / "orders.jsonl"
-        rows = [json.loads(line) for line in embedded.read_text(encoding="utf-8").splitlines()[:samples]]
     data = scratch / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     overrides = [f"model.path={model}", "data=file", f"data.path={data}", "device=cpu", "precision=fp32", "quant=nf4",
@@ -70,7 +76,7 @@ def prepare(model: Path, scratch: Path, policy: str, samples: int, row_tokens: i
                  f"optim.learning_rate={LEARNING_RATE}", "schedule=constant", "schedule.warmup_ratio=0",
                  "data.eval_fraction=0", f"data.max_length={row_tokens}", f"train.micro_batch_tokens={row_tokens}",
                  "train.accumulation_steps=1000", f"train.max_steps={steps}", "train.log_every=1",
-                 f"checkpointing={policy}"]  # fmt: skip
+                 f"checkpointing={policy}", *more]  # fmt: skip
     prepared = session.prepare(compose([*overrides, f"output_dir={scratch / 'plan'}"]), session.Stages())
     found, packed = [], []
     for batch in prepared.steps.step(1):
@@ -172,7 +178,7 @@ def table(title: str, found: dict[str, Any]) -> list[str]:
         f"{found['lengths'][0]} to {found['lengths'][-1]} tokens, {tokens:,} a step in {found['rows']} rows of "
         f"{found['row_tokens']:,} ({found['fill']:.0%} full), {len(reference)} round(s).",
         "",
-        "| contestant | tokens / s, wall | ours is faster (range) | CPU s of the run | peak above model, GiB | losses |",
+        "| contestant | tokens / s, wall | ours is faster (range) | CPU s of the run | peak over model, GiB | losses |",
         "|---|---|---|---|---|---|",
     ]
     for name, runs in results.items():
@@ -191,7 +197,7 @@ def table(title: str, found: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def random_model(folder: Path) -> Path:
+def random_model(folder: Path, **fields: int) -> Path:
     """SmolLM2's shape cut to four layers and a small vocabulary, random, with the embedded tokenizer."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -200,17 +206,18 @@ def random_model(folder: Path) -> Path:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(resolve("embedded:tiny"))
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=16384,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    shape = {
+        "vocab_size": 8192,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 16384,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = LlamaConfig(**{**shape, **fields})
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -232,7 +239,7 @@ def main() -> None:
         title = "Random 4-layer model, NF4, fp32" if own is None else "SmolLM2-135M, NF4, fp32"
         model = random_model(scratch / "model") if own is None else Path(own)
         for policy in setting("POLICIES", "full,none").split(","):
-            settings = prepare(model, scratch, policy, samples, row_tokens, steps)
+            settings = prepare(model, scratch, policy, bench_rows(samples), row_tokens, steps)
             for threads in map(int, setting("THREADS", "1,2").split(",")):
                 results.append(compare(settings, scratch, names, rounds, threads))
                 lines = table(title, results[-1])
