@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bench._memory_step import machine, write_section
-from tests.bench.speed import GIB, prepare, random_model, run
+from tests.bench.speed import GIB, random_model, run, settings_of
 
 PICTURE = Path(__file__).with_name("growth.svg")
 NAMES = {"ours": ("this trainer", "#4e79a7"), "trainer_flat": ("Trainer + PEFT, flattened", "#e15759")}
@@ -50,7 +50,7 @@ def measure(point: Point, scratch: Path) -> Measured:
     rows = [{"text": f"{n} {text}"} for n in range(point.samples)]
     length = point.tokens // point.samples
     more = ["data.format=text", f"data.max_length={length}", "data.over_length=truncate"]
-    settings = prepare(model, scratch, "full", rows, point.tokens, 2, more)
+    settings = settings_of(model, scratch, "full", rows, point.tokens, 2, more)
     found = {}
     for name in NAMES:
         one = run(name, settings, scratch, os.cpu_count() or 1, None)

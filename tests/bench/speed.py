@@ -62,12 +62,14 @@ def bench_rows(samples: int) -> list[dict]:
     return [json.loads(line) for line in embedded.read_text(encoding="utf-8").splitlines()[:samples]]
 
 
-def prepare(
+def settings_of(
     model: Path, scratch: Path, policy: str, rows: list[dict], row_tokens: int, steps: int, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What all contestants are told; the samples are tokenised and packed by our own pipeline, once."""
     from trainer.config.compose import compose
-    from trainer.run import session
+    from trainer.run.beginning import Beginning
+    from trainer.run.clock import Clock
+    from trainer.run.prepare import prepare
 
     data = scratch / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -77,7 +79,7 @@ def prepare(
                  "data.eval_fraction=0", f"data.max_length={row_tokens}", f"train.micro_batch_tokens={row_tokens}",
                  "train.accumulation_steps=1000", f"train.max_steps={steps}", "train.log_every=1",
                  f"checkpointing={policy}", *more]  # fmt: skip
-    prepared = session.prepare(compose([*overrides, f"output_dir={scratch / 'plan'}"]), session.Stages())
+    prepared = prepare(compose([*overrides, f"output_dir={scratch / 'plan'}"]), Beginning(scratch), Clock())
     found, packed = [], []
     for batch in prepared.steps.step(1):
         ends = batch.cu_seqlens.tolist()
@@ -239,7 +241,7 @@ def main() -> None:
         title = "Random 4-layer model, NF4, fp32" if own is None else "SmolLM2-135M, NF4, fp32"
         model = random_model(scratch / "model") if own is None else Path(own)
         for policy in setting("POLICIES", "full,none").split(","):
-            settings = prepare(model, scratch, policy, bench_rows(samples), row_tokens, steps)
+            settings = settings_of(model, scratch, policy, bench_rows(samples), row_tokens, steps)
             for threads in map(int, setting("THREADS", "1,2").split(",")):
                 results.append(compare(settings, scratch, names, rounds, threads))
                 lines = table(title, results[-1])
