@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,3 +318,15 @@ def test_a_model_that_caps_its_attention_trains_on_rows_as_each_alone(packing, t
     assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(total / targets, rel=1e-5)
     answers = load_trained(load_run(tmp_path / "run"), tmp_path / "run").model
     assert answers.config._attn_implementation == "eager"
+
+
+def test_a_tampered_adapter_is_one_line(trial, tmp_path):
+    if trial.family.name != "llama":
+        pytest.skip("one family is enough")
+    for change in ({"peft_type": "EVIL"}, {"r": "x"}, {"r": 3}, {"target_modules": 5}):
+        run_dir = shutil.copytree(trial.run_dir, tmp_path / f"{change}"[2:8], dirs_exist_ok=True)
+        file = run_dir / "adapter" / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+        with pytest.raises(ModelError, match="adapter: cannot be loaded: ") as error:
+            load_trained(load_run(run_dir), run_dir)
+        assert len(str(error.value).splitlines()) == 1
