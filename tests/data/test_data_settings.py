@@ -68,3 +68,8 @@ def test_no_data_at_all():
 )
 def test_ranges(word):
     assert f"data.{word.split('=')[0]}=" in refused("data.path=a.jsonl", f"data.{word}")
+
+
+def test_a_part_of_an_answer_and_every_token_exclude_each_other():
+    said = refused("data.path=a.jsonl", "data.train_on=all", "data.train_part=answer")
+    assert "data.train_part=answer has no effect with data.train_on=all" in said

@@ -175,6 +175,8 @@ def training_sources(data: Data) -> list[DataSource]:
 def source_problems(data: Data) -> list[str]:
     """What is wrong with data.path, data.sources and the mappings, in a user's words."""
     problems = _mapping_problems("data", data.columns, data.roles)
+    if data.train_on is TrainOn.all and data.train_part is not TrainPart.all:
+        problems.append(f"data.train_part={data.train_part.value} has no effect with data.train_on=all: leave one out")
     if data.sources is None:
         if data.path is None:
             problems.append("data.path is missing: give a file, a folder or a hub data set, or use data=quickstart")
