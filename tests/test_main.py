@@ -12,7 +12,7 @@ from tests.program import here, measured
 from tests.support import REPO
 from trainer import __main__ as program
 from trainer import __version__
-from trainer.__main__ import COMMANDS
+from trainer.__main__ import COMMANDS, waiting_threads
 from trainer.config.compose import compose
 from trainer.config.schema import SECTIONS
 from trainer.config.shelf import options, recipes
@@ -231,3 +231,16 @@ def test_growing_segments_where_there_is_a_card_and_never_over_the_users(card, g
     monkeypatch.setattr(program.signal, "signal", lambda *_: None)
     assert program.main() == 0
     assert os.environ.get("PYTORCH_ALLOC_CONF") == set_to
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "2000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_threads_spin_briefly_where_the_user_does_not_say_how_they_wait(before, after):
+    waiting_threads(before)
+    assert before == after
