@@ -88,3 +88,13 @@ def visible(text: str) -> str:
 def in_json(text: str) -> str:
     """JSON text with those characters as JSON's own escapes: it means the same."""
     return _UNSHOWABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class PlanError(TrainerError):
+    """Memory that cannot be predicted: a warning, never the end of a run."""
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> PlanError:
+        """Names the option and what it failed of."""
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        return cls(f"{what} could not be traced without weights: {type(error).__name__}: {first}")

@@ -9,7 +9,7 @@ may share one dataclass where only values differ (the group `model`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,6 +42,26 @@ def option(group: str, name: str) -> Callable[[Option], Option]:
         return cls
 
     return register
+
+
+def name_of(group: str, section: Any) -> str:
+    """The name under which a section's class is registered, for messages; of one that is not, its class's."""
+    names = [name for name, cls in OPTIONS.get(group, {}).items() if cls is type(section)]
+    return names[0] if names else type(section).__name__
+
+
+def changed_option(current: Any, defaults: Any, other: Any) -> Any:
+    """`other` (an option with the values of its YAML) with what was set differently from `defaults`, the YAML of
+    `current`, where it has such a setting: what composing the same words with the other name gives."""
+    names = {field.name for field in fields(other)} & {field.name for field in fields(current)}
+    return replace(
+        other,
+        **{
+            name: getattr(current, name)
+            for name in names
+            if defaults is None or getattr(current, name) != getattr(defaults, name)
+        },
+    )
 
 
 def to_plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from trainer.memory.fit import fit
 from trainer.memory.predict.moments import Prediction
 from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.profile import Shape
-from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.units import GIB
 
 MIB = 2**20
@@ -70,7 +70,7 @@ def cases(folder: str) -> list[Case]:
         found.append(Case(name, config, planner.predict(), _kept(planner)))
     config = compose([*base, "checkpointing=auto"]).config
     planner = Planner(config, shape=SHAPE)
-    least, most = (planner.predict(policy).peak for policy in (Full(), NoCheckpointing()))
+    least, most = (planner.predict(policy).peak for policy in (FullCheckpointing(), NoCheckpointing()))
     for name, share in BUDGETS.items():
         budget = round(least + share * (most - least))
         chosen = fit(planner, budget / GIB)

@@ -23,7 +23,7 @@ from trainer.config.schema import Config
 from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.profile import Shape
 from trainer.model.adapters import LoRA, find_targets
-from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.model.quant import FourBit, Int8
 
 VARIABLE = "TRAINER_PEERS_PYTHON"
@@ -71,7 +71,7 @@ def main(words: list[str]) -> None:
 def as_peers_say(config: Config, planner: Planner, shape: Shape) -> dict[str, Any] | None:
     """A configuration in the peers' terms; None where they have no word for it."""
     quant = "nf4" if isinstance(config.quant, FourBit) else "int8" if isinstance(config.quant, Int8) else "none"
-    plain = type(config.checkpointing) in (Full, NoCheckpointing)
+    plain = type(config.checkpointing) in (FullCheckpointing, NoCheckpointing)
     if not plain or getattr(config.quant, "code", "nf4") != "nf4" or (quant == "nf4" and not config.quant.double_quant):
         return None
     text = planner.model_config.get_text_config()
@@ -99,7 +99,7 @@ def as_peers_say(config: Config, planner: Planner, shape: Shape) -> dict[str, An
         "targets": targets,
         "samples": len(shape.lengths),
         "length": max(shape.lengths),
-        "checkpointing": isinstance(config.checkpointing, Full),
+        "checkpointing": isinstance(config.checkpointing, FullCheckpointing),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config.compose import compose
+from trainer.config.shelf import all_options
 from trainer.memory.advice import whatif
 from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.speed import work
@@ -24,7 +25,7 @@ def tree() -> list[str]:
     planner = Planner(compose([f"recipe={RECIPE}", "model.weights=random"]).config)
     prediction = planner.predict()
     now = planner.needed(prediction)
-    needed = {row.change: row.needed for row in whatif.rows(planner)}
+    needed = {row.change: row.needed for row in whatif.rows(planner, all_options())}
     again = work(planner, planner.policy) / work(planner, NoCheckpointing()) - 1
     words = ["adapter=none", "quant=none", "optim=adamw"]
     every = Planner(compose([f"recipe={RECIPE}", "model.weights=random", *words]).config)

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.data.batches.test_packing import log_normal
 from tests.factories import llama, option
 from tests.model.fused.test_modules import Dequantisations, attached, quantised, saved_bytes, step
-from trainer.memory.predict.live_storages import Tracker
 from trainer.model.attention import PACKED
+from trainer.model.live_storages import LiveStorages
 from trainer.training.losses import Chunked
 
 HEADS = [(65_536, 32_768), (4_096, 49_152), (4_096, 128_256)]
@@ -27,7 +27,7 @@ HEADS = [(65_536, 32_768), (4_096, 49_152), (4_096, 128_256)]
 
 def loss_peak(chunk_tokens: int | None, targets: int, vocabulary: int, width: int = 64) -> int:
     """Most bytes that the loss of hidden states adds, forward or backward, fp32; None: full logits."""
-    with FakeTensorMode(), Tracker(1) as tracker:
+    with FakeTensorMode(), LiveStorages(1) as tracker:
         head = torch.nn.Linear(width, vocabulary, bias=False).requires_grad_(False)
         hidden = torch.empty(targets, width, requires_grad=True)
         labels = torch.empty(targets, dtype=torch.int64)

@@ -98,7 +98,7 @@ def settings_of(
         "learning_rate": LEARNING_RATE,
         "scratch": str(scratch / "peer"),
         "overrides": overrides,
-        "loaded_bytes": prepared.plan.prediction.static.before_first_step,
+        "loaded_bytes": sum(prepared.plan.prediction.static.weights.values()) + prepared.plan.prediction.static.adapter,
     }
 
 

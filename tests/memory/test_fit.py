@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 from trainer.memory.fit import fit
 from trainer.memory.predict.planner import GIB, Planner
 from trainer.memory.predict.speed import recomputed_share
-from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing, PerBlock
 
 WORDS = [*BASE, f"{A}num_hidden_layers=6", "checkpointing=auto"]
 
@@ -24,7 +24,7 @@ def planner():
 
 def test_three_budgets(planner):
     """A tight, a middle and a loose one: predicted and real peak within each, and ever fewer blocks run again."""
-    least = planner.predict(Full()).peak
+    least = planner.predict(FullCheckpointing()).peak
     most = planner.predict(NoCheckpointing()).peak
     shares = []
     for budget in (least * 1.01, (least + most) / 2, most * 1.01):
@@ -40,7 +40,7 @@ def test_three_budgets(planner):
 
 
 def test_one_block_more_kept_would_not_fit(planner):
-    least = planner.predict(Full()).peak
+    least = planner.predict(FullCheckpointing()).peak
     most = planner.predict(NoCheckpointing()).peak
     budget = (least + most) / 2
     chosen = fit(planner, budget / GIB).policy.policies
@@ -50,7 +50,7 @@ def test_one_block_more_kept_would_not_fit(planner):
 
 
 def test_a_smaller_micro_batch_with_the_same_batch(planner):
-    budget = planner.predict(Full(), tokens=256).peak * 1.005
+    budget = planner.predict(FullCheckpointing(), tokens=256).peak * 1.005
     chosen = fit(planner, budget / GIB)
     assert (chosen.micro_batch_tokens, chosen.accumulation_steps) == (256, 4)
     assert chosen.micro_batch_tokens * chosen.accumulation_steps == 512 * 2

@@ -22,10 +22,10 @@ from tests.factories import (
     random_tokens,
     summed_loss,
 )
-from trainer.memory.predict.live_storages import Tracker
 from trainer.memory.predict.trace import VARLEN, planned_attention
 from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
+from trainer.model.live_storages import Tracker
 from trainer.training.losses import Full
 
 PATHS = [PACKED, "sdpa", "eager"]
@@ -281,7 +281,7 @@ class CountedBoundaries:
 def test_layers_share_boundaries_and_window_masks(window):
     """Lengths are read once a micro-batch, and a window's masks built once, also when layers are recomputed."""
     model = mistral(PACKED, window).train()
-    checkpointing.Full().apply(model)
+    checkpointing.FullCheckpointing().apply(model)
     batch = packed_batch(random_tokens([9, 3, 6]))
     boundaries = CountedBoundaries(batch.cu_seqlens)
     with OperationCounter() as operations:

@@ -17,7 +17,7 @@ from trainer.model.attention import PACKED
 from trainer.model.checkpointing import (
     Attention,
     EveryK,
-    Full,
+    FullCheckpointing,
     Keep,
     NoCheckpointing,
     PerBlock,
@@ -92,7 +92,7 @@ def test_full_does_not_make_the_embedding_require_gradients(tiny):
     """Block 0's q, k and v need no backward through the base: transformers' own switch would cost it."""
     base = load(tiny.path, PACKED)
     LORA.attach(base)
-    module.Full().apply(base)
+    module.FullCheckpointing().apply(base)
     base.train()
     seen = []
     base.get_decoder().layers[0].register_forward_pre_hook(
@@ -104,13 +104,13 @@ def test_full_does_not_make_the_embedding_require_gradients(tiny):
 
 def test_a_model_without_layers_to_checkpoint_is_refused():
     with pytest.raises(ModelError, match="Use checkpointing=none"):
-        module.Full().apply(torch.nn.Linear(2, 2))
+        module.FullCheckpointing().apply(torch.nn.Linear(2, 2))
     module.NoCheckpointing().apply(torch.nn.Linear(2, 2))
 
 
 def test_transformers_layers_are_what_the_policy_sets(tiny):
     base = load(tiny.path)
-    module.Full().apply(base)
+    module.FullCheckpointing().apply(base)
     layers = list(base.get_decoder().layers)
     assert all(layer.gradient_checkpointing for layer in layers)
     assert all(layer._gradient_checkpointing_func.func is checkpoint for layer in layers)
@@ -121,7 +121,7 @@ def test_transformers_layers_are_what_the_policy_sets(tiny):
 
 DEPTH = 5
 DEEP = {
-    "full": Full(),
+    "full": FullCheckpointing(),
     "every_k of 1": EveryK(k=1),
     "every_k of 2": EveryK(k=2),
     "every_k of 3": EveryK(k=3),
@@ -131,7 +131,7 @@ DEEP = {
     "selective": Selective(keep=Keep.attention),
     "selective linear": Selective(keep=Keep.linear),
     "selective both": Selective(keep=Keep.both),
-    "per block": PerBlock([Full(), Selective(keep=Keep.attention), *[NoCheckpointing()] * (DEPTH - 2)]),
+    "per block": PerBlock([FullCheckpointing(), Selective(keep=Keep.attention), *[NoCheckpointing()] * (DEPTH - 2)]),
 }
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.factories import FP32, llama, option, packed_batch, random_tokens
-from trainer.memory.predict.live_storages import Tracker
 from trainer.model.attention import PACKED
 from trainer.model.int8 import frozen_forward
+from trainer.model.live_storages import LiveStorages
 from trainer.model.loading.base import settled
 from trainer.training.losses import Chunked
 
@@ -52,7 +52,7 @@ def kept_bytes(quant: str) -> int:
     base.train()
     batch = packed_batch(random_tokens([60, 40, 90]))
     Chunked(64).sum(base, batch).backward()  # bitsandbytes moves its scales at first use
-    with FP32.autocast(), Tracker(1) as tracker:
+    with FP32.autocast(), LiveStorages(1) as tracker:
         tracker.hold(*base.parameters(), *base.buffers(), *(p.grad for p in base.parameters()))
         tracker.hold(*(m.state.SCB for m in base.modules() if hasattr(m, "state")))
         before = tracker.live

@@ -16,7 +16,7 @@ from trainer.device.measure import Memory
 from trainer.errors import ConfigError, ModelError
 from trainer.model import kernels
 from trainer.model.attention import PACKED
-from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock, Selective
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing, PerBlock, Selective
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROWS = [[30, 20], [17, 9, 8], [64], [5, 6, 7, 8, 9]]
@@ -55,7 +55,7 @@ def assert_equal_to_eager(model, policy, backend):
         assert largest_difference(grads, expected_grads) <= 1e-5 * max(1.0, scale)
 
 
-@pytest.mark.parametrize("policy", [NoCheckpointing(), Full()], ids=["none", "full"])
+@pytest.mark.parametrize("policy", [NoCheckpointing(), FullCheckpointing()], ids=["none", "full"])
 def test_compiled_blocks_compute_what_eager_ones_do(policy):
     torch._dynamo.reset()
     model = llama(PACKED).train()
@@ -87,7 +87,7 @@ def test_compiled_blocks_keep_what_their_policy_keeps():
     batch = packed_batch(random_tokens([256, 256]))
     kept = {}
     with Memory(CPU) as memory:
-        for name, policy in (("none", NoCheckpointing()), ("full", Full())):
+        for name, policy in (("none", NoCheckpointing()), ("full", FullCheckpointing())):
             model = llama(PACKED, num_hidden_layers=4).train()
             policy.apply(model)
             own = compiled()
@@ -142,10 +142,10 @@ def test_a_gpu_without_triton_is_told_early(monkeypatch):
 
 def test_policies_that_cut_through_a_block_are_refused():
     config = llama().config
-    mixed = PerBlock([Full(), Selective(keep="attention")])
+    mixed = PerBlock([FullCheckpointing(), Selective(keep="attention")])
     with pytest.raises(ConfigError, match="auto where it picks selective"):
         compiled().check_model(config, mixed)
-    compiled().check_model(config, PerBlock([Full(), NoCheckpointing()]))
+    compiled().check_model(config, PerBlock([FullCheckpointing(), NoCheckpointing()]))
 
 
 def test_liger_is_refused_where_it_cannot_run(monkeypatch):
@@ -179,7 +179,7 @@ def liger_stub(monkeypatch):
 def test_liger_through_its_public_interface(liger_stub):
     """Norm, rotary and SwiGLU; the loss stays the group loss's, and a model that it does not know is refused."""
     own, model = option("kernels", "liger"), llama()
-    own.check_model(model.config, Full())
+    own.check_model(model.config, FullCheckpointing())
     own.install(model)
     ((patched, chosen),) = liger_stub
     assert patched is model
@@ -187,7 +187,7 @@ def test_liger_through_its_public_interface(liger_stub):
         "rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False
     }  # fmt: skip
     with pytest.raises(ModelError, match="nothing for model type mamba"):
-        own.check_model(SimpleNamespace(model_type="mamba"), Full())
+        own.check_model(SimpleNamespace(model_type="mamba"), FullCheckpointing())
 
 
 def test_torchs_kernels_change_nothing():

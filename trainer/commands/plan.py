@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from trainer.config.compose import compose, started_from
-from trainer.errors import ConfigError, StorageError
+from trainer.config.shelf import all_options
+from trainer.errors import ConfigError, PlanError, StorageError
 
 HELP = """trainer plan [key=value ...] [explain=true]
 
@@ -36,17 +37,23 @@ def run(words: list[str]) -> int:
     quiet_libraries(screen)
     if note is not None:
         screen.say(note)
-    planner = Planner(config)
+    planner, options = Planner(config), all_options()
     check_shape(config, planner.skeleton)
-    plan = full_plan(planner)
+    try:
+        plan = full_plan(planner, options)
+    except PlanError as error:
+        screen.say(f"no prediction: {error}. A run starts without one", style="yellow")
+        parameters = sum(parameter.numel() for parameter in planner.skeleton.parameters())
+        screen.say(f"{config.recipe}: {parameters:,} parameters, {planner.device_type}")
+        return 0
     show(screen, plan, config.recipe)
     if explain:
-        show_explanation(screen, planner)
+        show_explanation(screen, planner, options)
     if wanted:
         folder = Path(config.output_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "plan.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+            (folder / "plan.json").write_text(json.dumps(plan.plain(), indent=1), encoding="utf-8")
             (folder / "plan.svg").write_text(bar_chart(plan, f"{config.recipe}: memory at the peak"), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"output_dir={folder}: the plan cannot be written: {error.strerror}.") from None

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.config_file import ConfigFile
 from trainer.config.own import own_folders
@@ -136,3 +138,16 @@ def option_values(group: str, choice: str) -> dict[str, Any]:
 @cache
 def _conf(name: str) -> dict[str, Any]:
     return yaml.safe_load((CONF / name).read_text(encoding="utf-8"))
+
+
+def all_options() -> dict[str, dict[str, Any]]:
+    """Every option of every section with the values of its YAML, by group and name; an own one that cannot be made
+    is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in SECTIONS:
+        found[group] = {}
+        for name in usable(group):
+            with suppress(ConfigError, OmegaConfBaseException):
+                values = OmegaConf.merge(OmegaConf.structured(schema_of(group, name)), option_values(group, name))
+                found[group][name] = OmegaConf.to_object(values)
+    return found

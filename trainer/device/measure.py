@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from trainer.device.malloc import MallInfo2, mallinfo2
 from trainer.device.stages import Stage
+from trainer.units import GIB
 
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "_STATUS_ALLOC_FAILED")
 """Words of the allocators' errors: CUDA's and bitsandbytes', torch's on a CPU, numpy's, cuBLAS' and cuDNN's."""
@@ -212,3 +214,10 @@ def rss_peak() -> int:
     """Highest resident set of this process so far, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_bytes(device_type: str) -> int:
+    """What is free on the device now."""
+    if device_type == "cuda":
+        return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 24 * GIB
+    return psutil.virtual_memory().available

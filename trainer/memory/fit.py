@@ -7,11 +7,14 @@ recomputed blocks in host memory; else fewer tokens a micro-batch with more accu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from trainer.device.measure import free_bytes
 from trainer.errors import ConfigError
-from trainer.model.checkpointing import Checkpointing, Full, Keep, NoCheckpointing, PerBlock, Selective
+from trainer.model.checkpointing import Checkpointing, PerBlock
 from trainer.model.offload.activations import MovedInputs
 from trainer.units import GIB
 
@@ -31,10 +34,8 @@ class Fit:
     """predicted allocator bytes"""
 
     def sentence(self) -> str:
-        names = {NoCheckpointing: "kept whole", Selective: "recomputed but for attention", Full: "recomputed"}
-        policies = self.policy.blocks(self.depth)
-        counts = {kind: sum(type(p) is kind for p in policies) for kind in names}
-        parts = [f"{number} blocks {names[kind]}" for kind, number in counts.items() if number]
+        counts = Counter(block.says for block in reversed(self.policy.blocks(self.depth)))
+        parts = [f"{number} blocks {says}" for says, number in counts.items()]
         return ", ".join([*parts, *["their inputs in host memory"] * self.policy.moves_inputs])
 
 
@@ -55,8 +56,9 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
         return Fit(policy, depth, size, train.accumulation_steps * factor, peak)
 
     configured = planner.config.offload.policy
-    none, full, selective = NoCheckpointing(), Full(), Selective(keep=Keep.attention)
-    for lighter, heavier in ((none, selective), (selective, full)):
+    ladder = planner.config.checkpointing.ladder()
+    full = ladder[-1]
+    for lighter, heavier in pairwise(ladder):
         number = _least(depth, lambda n, a=lighter, b=heavier: fits(configured(_mixed(n, depth, b, a))))
         if number is not None:
             return chosen(configured(_mixed(number, depth, heavier, lighter)))
@@ -82,6 +84,18 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
     )
 
 
+def resolved(planner: Planner) -> Planner:
+    """The plan of what runs: where the configured policy is a choice, with what fits best."""
+    if planner.config.checkpointing.ladder() is None:
+        return planner
+    chosen = fit(planner, planner.config.memory.budget_gib)
+    train = planner.config.train
+    if chosen.micro_batch_tokens == train.micro_batch_tokens:
+        return planner.changed(checkpointing=chosen.policy)
+    train = replace(train, micro_batch_tokens=chosen.micro_batch_tokens, accumulation_steps=chosen.accumulation_steps)
+    return planner.changed(checkpointing=chosen.policy, train=train)
+
+
 def _mixed(number: int, depth: int, first: Checkpointing, rest: Checkpointing) -> PerBlock:
     return PerBlock([first] * number + [rest] * (depth - number))
 
@@ -98,14 +112,3 @@ def _least(depth: int, holds) -> int | None:
         else:
             low = middle
     return high
-
-
-def free_bytes(device_type: str) -> int:
-    """What is free on the device now."""
-    if device_type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 24 * GIB
-    import psutil
-
-    return psutil.virtual_memory().available

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from trainer.memory.predict.live_storages import Tracker
+from trainer.model.live_storages import LiveStorages
 
 LARGEST = 30
 STAGES = {"first forward": "forward", "first backward": "backward", "first step": "step"}
 """What the loop calls the end of each stage of a step, and what it is called here."""
 OURS = str(Path(__file__).resolve().parent.parent)
-MACHINERY = ("/torch/", "/transformers/utils/", "/memory/tracker.py", "/memory/snapshot.py")
+MACHINERY = ("/torch/", "/transformers/utils/", "/model/live_storages.py", "/memory/snapshot.py")
 
 
-class Allocations(Tracker):
-    """A tracker that knows which line made each storage, and keeps the largest at the peak."""
+class Allocations(LiveStorages):
+    """Live storages that know which line made each, with the largest at the peak."""
 
     def __init__(self) -> None:
         super().__init__(rounding=1)
@@ -61,7 +61,7 @@ class Allocations(Tracker):
 
 
 @dataclass(frozen=True)
-class Mark:
+class StageMark:
     """The end of a stage within a step. Bytes."""
 
     step: int
@@ -73,7 +73,7 @@ class Mark:
 
 
 @dataclass
-class Snapshot:
+class AllocationSnapshot:
     """Records `steps` optimizer steps from the first of this run on."""
 
     device: torch.device
@@ -81,7 +81,7 @@ class Snapshot:
     folder: Path
     heights: list[int] = field(default_factory=list)
     """live bytes before the first step and after each"""
-    timeline: list[Mark] = field(default_factory=list)
+    timeline: list[StageMark] = field(default_factory=list)
     """every stage of the recorded steps"""
     _recorder: Allocations | None = None
 
@@ -107,7 +107,7 @@ class Snapshot:
         """Notes a stage; on a CPU the recorder's own count, to the byte, takes the place of the allocator's."""
         if self._recorder is not None:
             allocated, peak = self._recorder.mark()
-        self.timeline.append(Mark(len(self.heights), STAGES[stage], allocated, peak))
+        self.timeline.append(StageMark(len(self.heights), STAGES[stage], allocated, peak))
 
     def after_step(self) -> Path | None:
         """Called after each optimizer step; returns the file once it is written."""
@@ -169,7 +169,7 @@ def timeline_shape(heights: list[int], peak: int) -> str:
     return "level: nothing is left behind by a step"
 
 
-def step_shape(timeline: list[Mark]) -> str:
+def step_shape(timeline: list[StageMark]) -> str:
     """What the highest moment of the last recorded step means: a plateau at the end of forward is activations, a spike
     in the optimizer's step is its workspace or its state coming to life."""
     marks = [mark for mark in timeline if mark.step == timeline[-1].step] if timeline else []

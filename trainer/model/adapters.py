@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trainer.errors import ModelError, closest
@@ -28,11 +28,17 @@ class Adapter(Section, ABC):
 
     trains_base: ClassVar[bool] = False
     """whether the weights of the base train themselves"""
+    costs: ClassVar[str] = "another set of parameters trains"
+    """what choosing it instead of another takes away"""
 
     @property
     def runs_fused(self) -> bool:
         """Whether the trainer's own functions take the place of the blocks' modules."""
         return False
+
+    def variants(self) -> list[tuple[str, Adapter, str]]:
+        """Other settings worth a look: the words that make them, the option with them, what they cost."""
+        return []
 
     @abstractmethod
     def check(self, model: torch.nn.Module) -> None:
@@ -88,6 +94,11 @@ class LoRA(Adapter):
     @property
     def runs_fused(self):
         return self.fused
+
+    def variants(self):
+        ranks = [(self.r // 2, "less capacity")] if self.r > 1 else []
+        ranks.append((self.r * 2, "more capacity"))
+        return [(f"adapter.r={rank}", replace(self, r=rank), cost) for rank, cost in ranks]
 
     def problems(self, config):
         names = self.target_modules

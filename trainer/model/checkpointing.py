@@ -18,11 +18,29 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from trainer.errors import ConfigError, ModelError
 from trainer.ranges import AT_LEAST_1
-from trainer.registry import Section, option
+from trainer.registry import Section, name_of, option
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.checkpoint import CheckpointPolicy
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Operations of the blocks' forward pass, a token."""
+
+    kernel: float
+    """attention's own"""
+    linear: float
+    """all linear layers', adapters included"""
+    projections: float
+    """of the linear layers inside attention"""
+    counted: Callable[[Checkpointing], float]
+    """the share of them that a policy runs again, counted while its step is traced"""
+
+    @property
+    def total(self) -> float:
+        return self.kernel + self.linear
 
 
 @dataclass
@@ -35,6 +53,8 @@ class Checkpointing(Section, ABC):
     """whether blocks run again in backward from their kept inputs"""
     cuts_blocks: ClassVar[bool] = False
     """whether a part of a block is kept and a part runs again, which compiled code does not know"""
+    says: ClassVar[str] = "under a policy of their own"
+    """of blocks: what happens to them"""
 
     def apply(self, model: torch.nn.Module) -> None:
         """Sets the policy on a transformers model, block by block. Raises ModelError where it does not fit."""
@@ -53,6 +73,14 @@ class Checkpointing(Section, ABC):
         """Blocks recomputed together, where it is more than one."""
         return None
 
+    def ladder(self) -> list[Checkpointing] | None:
+        """Policies of a block among which the plan chooses, the fastest first; None where this is one itself."""
+        return None
+
+    def recomputed(self, work: BlockWork) -> float:
+        """Share of a block's forward arithmetic that runs again in backward."""
+        return work.counted(self)
+
 
 @option("checkpointing", "none")
 @dataclass
@@ -60,6 +88,7 @@ class NoCheckpointing(Checkpointing):
     """Keep everything: fastest, most memory."""
 
     recomputes_blocks = False
+    says = "kept whole"
 
     def apply(self, model):
         for block in checkpointable(model):
@@ -68,11 +97,16 @@ class NoCheckpointing(Checkpointing):
     def apply_block(self, block):
         block.gradient_checkpointing = False
 
+    def recomputed(self, work):
+        return 0.0
+
 
 @option("checkpointing", "full")
 @dataclass
-class Full(Checkpointing):
+class FullCheckpointing(Checkpointing):
     """Keep each block's input and run the block again in backward (Chen et al. 2016)."""
+
+    says = "recomputed"
 
     def apply_block(self, block):
         # Not through transformers' activation_checkpointing_enable: that makes the embedding's output require
@@ -80,6 +114,9 @@ class Full(Checkpointing):
         from torch.utils.checkpoint import checkpoint
 
         _run_by(block, partial(checkpoint, use_reentrant=False))
+
+    def recomputed(self, work):
+        return 1.0
 
 
 @dataclass
@@ -103,8 +140,8 @@ class Segments(Checkpointing):
 
     def blocks(self, depth):
         if self.segment(depth) is None:
-            return [Full()] * depth
-        return [NoCheckpointing(), *[Full()] * (depth - 1)]
+            return [FullCheckpointing()] * depth
+        return [NoCheckpointing(), *[FullCheckpointing()] * (depth - 1)]
 
     def segment(self, depth):
         length = self.length(depth)
@@ -161,6 +198,9 @@ class Attention(Checkpointing):
 
         attention.forward = run  # on this instance only; the block's code calls it as before
 
+    def recomputed(self, work):
+        return (work.kernel + work.projections) / work.total
+
 
 class Keep(Enum):
     attention = "attention"
@@ -174,6 +214,8 @@ class Selective(Checkpointing):
     """Keep each block's input and the outputs of some operations; everything else runs again (torch's selective
     activation checkpointing). A dequantised weight is never kept."""
 
+    says = "recomputed but for attention"
+
     keep: Keep
     """attention: outputs of the attention kernels; linear: outputs of all matrix products; or both"""
 
@@ -184,6 +226,10 @@ class Selective(Checkpointing):
 
         contexts = partial(create_selective_checkpoint_contexts, partial(_keeps, set(kept_operations(self.keep))))
         _run_by(block, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+    def recomputed(self, work):
+        kept = {Keep.attention: work.kernel, Keep.linear: work.linear, Keep.both: work.total}
+        return 1 - kept[self.keep] / work.total
 
 
 @dataclass
@@ -205,18 +251,21 @@ class PerBlock(Checkpointing):
 
 @option("checkpointing", "auto")
 @dataclass
-class Auto(Checkpointing):
+class AutoCheckpointing(Checkpointing):
     """The least recomputation that fits memory.budget_gib: per block none, selective or full."""
 
     def apply_block(self, block):
         raise AssertionError("auto is resolved before it is applied")
+
+    def ladder(self):
+        return [NoCheckpointing(), Selective(keep=Keep.attention), FullCheckpointing()]
 
 
 def blocks_of(model: torch.nn.Module, policy: Checkpointing) -> list[torch.nn.Module]:
     """The decoder's blocks; ModelError where transformers knows none."""
     blocks = checkpointable(model)
     if not blocks:
-        name = type(policy).__name__.lower()
+        name = name_of("checkpointing", policy)
         raise ModelError(
             f"checkpointing={name}: {type(model).__name__} has no layers that transformers can checkpoint. "
             "Use checkpointing=none."

@@ -41,6 +41,12 @@ class Precision(Section, ABC):
     def build(self, device: torch.device) -> Dtypes:
         """The dtypes on this device; raises ConfigError where the device cannot do it."""
 
+    def planned(self, device_type: str) -> Dtypes:
+        """The dtypes on such a device that is not here."""
+        import torch
+
+        return Dtypes(self.build(torch.device("cpu")).compute, device_type)
+
 
 @option("precision", "fp32")
 @dataclass
@@ -78,6 +84,11 @@ class Auto(Precision):
 
         supported = cpu_has_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
         return Dtypes(torch.bfloat16 if supported else torch.float32, device.type)
+
+    def planned(self, device_type):
+        import torch
+
+        return Dtypes(torch.bfloat16, device_type)
 
 
 def cpu_has_bf16() -> bool:

@@ -36,6 +36,11 @@ class Quant(Section, ABC):
             return ["adapter=none trains every weight, which a quantised base cannot: use quant=none"]
         return []
 
+    costs: ClassVar[str] = "other bits a weight, another error"
+    """what choosing it instead of another takes away"""
+    loaded_as: ClassVar[str | None] = None
+    """the attribute of a loaded base by which PEFT knows that its layers are quantised this way"""
+
     @abstractmethod
     def config(self, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
         """What `from_pretrained` needs to quantise while loading; None leaves the weights as they are."""
@@ -43,6 +48,20 @@ class Quant(Section, ABC):
     @abstractmethod
     def linear(self, linear: torch.nn.Linear, compute_dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
         """The quantised twin of one linear layer, on `device`; used where weights are made, not loaded."""
+
+    def standin(self, linear: torch.nn.Linear, compute_dtype: torch.dtype) -> torch.nn.Module:
+        """What a plan traces in place of `linear`, which is on the meta device: the same bytes, the same operations.
+
+        By default the quantised twin itself, made without values; a layer of the same size where that needs values.
+        """
+        from trainer.model.standins import without_values
+
+        return without_values(self, linear, compute_dtype)
+
+    def mark(self, base: torch.nn.Module) -> None:
+        """Says on a base that `assemble` made what `from_pretrained` says on one that it quantises."""
+        if self.loaded_as is not None:
+            setattr(base, self.loaded_as, True)
 
     def check(self, model: torch.nn.Module, adapter: Adapter) -> None:
         """Raises ModelError where the adapter trains a layer whole whose weights have too few bits to train."""
@@ -62,6 +81,8 @@ class NoQuant(Quant):
     def problems(self, config):
         return []
 
+    costs = "no dequantisation"
+
     def check(self, model, adapter):
         pass
 
@@ -70,6 +91,9 @@ class NoQuant(Quant):
 
     def linear(self, linear, compute_dtype, device):
         return linear.to(device)
+
+    def standin(self, linear, compute_dtype):
+        return linear
 
 
 @dataclass
@@ -80,6 +104,7 @@ class FourBit(Quant):
     """quantise the scales too: 0.127 instead of 0.5 bits a weight"""
 
     stores_4bit = True
+    loaded_as = "is_loaded_in_4bit"
 
     def config(self, compute_dtype):
         from transformers import BitsAndBytesConfig
@@ -113,6 +138,11 @@ class FourBit(Quant):
         quantised.bias = linear.bias
         return quantised.to(device)
 
+    def standin(self, linear, compute_dtype):
+        from trainer.model.standins import Standin4bit
+
+        return Standin4bit(linear, self.code, self.double_quant, compute_dtype)
+
 
 @option("quant", "nf4")
 @dataclass
@@ -120,6 +150,7 @@ class NF4(FourBit):
     """Quantiles of a normal distribution: the least error for normally distributed weights."""
 
     code = "nf4"
+    costs = "dequantises every weight 2-3 times a micro-batch"
 
 
 @option("quant", "fp4")
@@ -128,6 +159,7 @@ class FP4(FourBit):
     """4-bit floating point: 1 sign, 2 exponent and 1 mantissa bits."""
 
     code = "fp4"
+    costs = "as nf4, less exact"
 
 
 @option("quant", "int8")
@@ -141,6 +173,8 @@ class Int8(Quant):
     keeps_copies = True
     rounding = 1 / 127
     """a row of inputs has 127 steps; which columns are outliers depends on the rows beside it"""
+    costs = "half the saving of nf4, smaller error"
+    loaded_as = "is_loaded_in_8bit"
 
     def config(self, compute_dtype):
         from transformers import BitsAndBytesConfig
@@ -161,3 +195,8 @@ class Int8(Quant):
         quantised.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
         quantised.bias = linear.bias
         return quantised.to(device)
+
+    def standin(self, linear, compute_dtype):
+        from trainer.model.standins import Standin8bit
+
+        return Standin8bit(linear)

@@ -13,7 +13,6 @@ from trainer.config.schema import Config
 from trainer.data.batches.batch import MicroBatch, collate
 from trainer.data.batches.loader import evaluation_batches
 from trainer.device.measure import Memory
-from trainer.memory.predict.speed import recomputed_share
 from trainer.model import attention
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base
@@ -87,7 +86,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         dtypes=dtypes,
         accelerator=config.engine.build(cpu=device.type == "cpu"),
         arithmetic=count_arithmetic(prepared.skeleton, 0 if base_trains else trainable, base_trains),
-        recomputed=recomputed_share(prepared.plan.planner, prepared.plan.policy),
+        recomputed=prepared.plan.recomputed,
         memory=memory,
         max_grad_norm=config.train.max_grad_norm,
         peak_learning_rate=config.optim.learning_rate,

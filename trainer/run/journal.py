@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.saved import Run, public_config
+from trainer.config.shelf import all_options
 from trainer.device.measure import Memory, rss_peak
 from trainer.errors import Interrupted, TrainerError
 from trainer.memory.advice.out_of_memory import Situation
@@ -64,6 +65,7 @@ class Journal:
     def summary(self, status: str) -> dict[str, Any]:
         """What came out so far."""
         state, memory, clock = self.state, self.memory, self.clock
+        predicted = self.prepared.plan.prediction
         return {
             "status": status,
             "steps": state.step,
@@ -77,7 +79,7 @@ class Journal:
             "best_step": state.best_step,
             "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
             "peak_memory_gib": state.peak_memory / GIB,
-            "predicted_peak_memory_gib": self.prepared.plan.prediction.peak / GIB,
+            "predicted_peak_memory_gib": predicted.peak / GIB if predicted is not None else None,
             "memory_baseline_gib": memory.baseline / GIB,
             "memory_stages_gib": {name: stage.as_gib() for name, stage in memory.stages.items()},
             "rss_peak_gib": rss_peak() / GIB,
@@ -96,7 +98,7 @@ class Journal:
         """What is to be said where memory runs out now."""
         longest = int(self.prepared.steps.fullest()[0].lengths.max())
         device, plan = self.prepared.device, self.prepared.plan
-        return Situation(device, self.doing, plan, longest, last_checkpoint, self.state.peak_memory)
+        return Situation(device, self.doing, plan, longest, last_checkpoint, self.state.peak_memory, all_options())
 
 
 @contextmanager

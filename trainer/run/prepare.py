@@ -108,7 +108,7 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
             steps = StreamedSteps(train_set, packing, plan.train, config.seed, pin, index, step)
         counts = [*steps.first.counts, *counts]
     config.kernels.check_model(model_config, plan.policy)
-    source = config.offload.source(device, plan.planner.elsewhere(plan.policy))
+    source = config.offload.source(device, plan.elsewhere)
     return Prepared(
         device=device,
         dtypes=dtypes,

@@ -113,7 +113,7 @@ def end_table(
         (
             "memory",
             f"{summary['peak_memory_gib']:.2f} GiB peak allocated, "
-            f"{summary['predicted_peak_memory_gib']:.2f} predicted; {summary['rss_peak_gib']:.2f} GiB process peak",
+            f"{_predicted(summary)}; {summary['rss_peak_gib']:.2f} GiB process peak",
         ),
         ("", f"allocated by stage: {sentence(memory.stages)} GiB"),
         ("fragmentation", fragmentation(memory.stages, memory.device.type)),
@@ -161,3 +161,8 @@ def _device_name(device: Any) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _predicted(summary: dict[str, Any]) -> str:
+    size = summary["predicted_peak_memory_gib"]
+    return "no prediction" if size is None else f"{size:.2f} predicted"

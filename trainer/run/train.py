@@ -60,6 +60,8 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         stack.enter_context(full_disk(run_dir))
         journal = stack.enter_context(keeping_journal(run, folder, beginning, prepared, screen, clock))
         folder.write("plan.json", short_plan(prepared.plan))
+        if prepared.plan.unplanned is not None:
+            screen.say(f"no prediction of memory: {prepared.plan.unplanned}", style="yellow")
         prepared.steps.begin()
         stack.enter_context(advising(lambda: journal.situation(checkpoints.pointer("last"))))
         ready = stack.enter_context(closing(build(run, prepared, journal.memory, clock)))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.memory.snapshot import Snapshot
+from trainer.memory.snapshot import AllocationSnapshot
 from trainer.model.kernels import Kernels
 from trainer.run.journal import Journal
 
@@ -15,7 +15,7 @@ from trainer.run.journal import Journal
 @contextmanager
 def recorded_allocations(steps: int, device: torch.device, journal: Journal) -> Iterator[Callable[[], None]]:
     """Records the allocations of the first steps. Gives what is to be called before the first and after every one."""
-    snapshot = Snapshot(device, steps, journal.folder.path)
+    snapshot = AllocationSnapshot(device, steps, journal.folder.path)
 
     def after_step() -> None:
         if steps == 0:

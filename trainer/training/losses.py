@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.errors import ConfigError, ModelError
 from trainer.ranges import AT_LEAST_1
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 class Loss(Section, ABC):
     """How the loss is computed; every option gives the same number."""
 
+    costs: ClassVar[str] = "the same loss, no logits of all tokens"
+    """what choosing it instead of another takes away"""
+
     def check(self, device: torch.device) -> None:
         """Raises ConfigError where the option cannot run on this device or its library is absent."""
 
-    def check_model(self, model: PreTrainedModel) -> None:  # noqa: B027 - the model's own logits fit every model
+    def check_model(self, model: PreTrainedModel) -> None:
         """Raises ModelError where the option would leave out something that this model does to its logits."""
 
     @abstractmethod
@@ -42,6 +45,8 @@ class Loss(Section, ABC):
 @dataclass
 class Full(Loss):
     """Logits of every token at once, 12 bytes x V a token at the peak: the reference."""
+
+    costs = "logits of every token: the reference"
 
     def sum(self, model, batch):
         import torch

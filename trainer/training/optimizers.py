@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.ranges import NOT_NEGATIVE, POSITIVE, Range
 from trainer.registry import Section, option
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer.training.optimizer_memory import OptimizerMemory
 
 RATE = Range(lambda v: 0 < v <= 1000, "must be above 0 and at most 1000: 2e-4, not 2e4")
 DECAYS = Range(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "must be two numbers from 0 to below 1")
@@ -25,9 +27,18 @@ class Optim(Section, ABC):
     weight_decay: Annotated[float, NOT_NEGATIVE]
     """decoupled; not applied to vectors (norms, biases)"""
 
+    costs: ClassVar[str] = "other updates, the learning rate may need another look"
+    """what choosing it instead of another takes away"""
+
     @abstractmethod
     def build(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer over `parameters`, in their order."""
+
+    def memory(self, parameters: list[torch.nn.Parameter], device_type: str) -> OptimizerMemory:
+        """Bytes of its state over these (meta) parameters and of a step's workspace: those of its real step."""
+        from trainer.training.optimizer_memory import measured
+
+        return measured(self, parameters, device_type)
 
     def groups(self, parameters: list[torch.nn.Parameter]) -> list[dict]:
         """Matrices with weight decay, vectors without."""

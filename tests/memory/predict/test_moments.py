@@ -13,12 +13,11 @@ from tests.bench._memory_cases import BASE, A
 from tests.bench._memory_step import worst_shape
 from tests.bench.memory import compare
 from trainer.config.compose import compose
-from trainer.memory.advice.derive import derived
 from trainer.memory.predict.moments import predict
 from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.profile import Shape
 from trainer.memory.predict.trace import trace
-from trainer.model.checkpointing import Attention, Full, Keep, NoCheckpointing, Selective
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.model.fused import tiles
 from trainer.model.fused.pieces import pieces
 from trainer.training import frozen_head
@@ -54,7 +53,7 @@ def test_the_peak_of_a_real_step_is_as_predicted(words):
     assert predicted == pytest.approx(real, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("policy", [Full(), NoCheckpointing()], ids=["full", "none"])
+@pytest.mark.parametrize("policy", [FullCheckpointing(), NoCheckpointing()], ids=["full", "none"])
 def test_depth_is_a_matter_of_repeating_the_middle_block(policy):
     config = compose([*BASE, f"{A}num_hidden_layers=7"]).config
     planner = Planner(config, shape=worst_shape(config))
@@ -65,7 +64,7 @@ def test_depth_is_a_matter_of_repeating_the_middle_block(policy):
     assert short.peak == long.peak
 
 
-@pytest.mark.parametrize("policy", [Full(), NoCheckpointing()], ids=["full", "none"])
+@pytest.mark.parametrize("policy", [FullCheckpointing(), NoCheckpointing()], ids=["full", "none"])
 @pytest.mark.parametrize(
     "words",
     [[], ["adapter.fused=false"], ["adapter=none", "quant=none"], ["adapter.dropout=0.1", "packing=none"]],
@@ -96,7 +95,7 @@ def test_the_first_trace_of_a_process_sees_what_later_ones_see():
     code = (
         "from tests.memory.predict.test_moments import *\n"
         "config = compose([*BASE, 'quant=none', 'adapter=none']).config\n"
-        "first, second = (Planner(config, shape=worst_shape(config)).profile(Full()) for _ in range(2))\n"
+        "first, second = (Planner(config, shape=worst_shape(config)).profile(FullCheckpointing()) for _ in range(2))\n"
         "assert first == second, (first.loss, second.loss)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -106,7 +105,7 @@ def test_the_first_trace_of_a_process_sees_what_later_ones_see():
 def test_full_checkpointing_keeps_one_input_a_block():
     config = compose([*BASE, "precision=fp32"]).config
     shape = worst_shape(config)
-    profile = Planner(config, shape=shape).profile(Full())
+    profile = Planner(config, shape=shape).profile(FullCheckpointing())
     one_input = shape.num_tokens * 128 * 4
     assert profile.forward[1].delta == pytest.approx(one_input, rel=0.02)
 
@@ -128,17 +127,6 @@ def test_cuda_is_planned_on_a_machine_without_it():
     assert lines["embeddings"] == lines["head"] == pytest.approx(0.979, abs=0.001)
     assert lines["adapter"] == lines["gradients"] == pytest.approx(0.156, abs=0.001)
     assert planner.static.trainable == 41_943_040
-    kept = planner.profile(Full()).forward[1].delta
+    kept = planner.profile(FullCheckpointing()).forward[1].delta
     assert kept >= 4096 * 4096 * 2  # each block's bf16 input: 8 KiB a token, 256 KiB in all 32 blocks
     assert planner.dtypes.compute is torch.bfloat16
-
-
-@pytest.mark.parametrize("policy", [Selective(keep=Keep.attention), Attention()], ids=["selective", "attention"])
-@pytest.mark.parametrize(
-    "words", [[], ["quant=none", "adapter.fused=false"], ["packing=none"]], ids=["nf4", "bf16 PEFT", "padded"]
-)
-def test_a_derived_policy_is_close_to_its_own_trace(policy, words):
-    """What the what-if table says of a policy that it has not traced."""
-    config = compose([*BASE, f"{A}num_hidden_layers=12", *words]).config
-    planner = Planner(config, shape=worst_shape(config))
-    assert derived(planner, policy).peak == pytest.approx(planner.predict(policy).peak, rel=0.03)

@@ -7,11 +7,11 @@ import torch
 
 from tests.bench._memory_cases import BASE
 from trainer.config.compose import compose
-from trainer.memory.predict.optimizer_memory import optimizer_memory
 from trainer.memory.predict.planner import Planner
 from trainer.model import attention
 from trainer.model.loading.base import load_base
 from trainer.model.new_tokens import grow, planned_ids
+from trainer.training.optimizer_memory import measured
 
 
 def _bytes(tensors) -> int:
@@ -49,7 +49,8 @@ def test_weights_and_adapter_are_those_of_a_real_model(words):
             tensors += [state.offset, state.state2.absmax] if state.nested else []
         scale = getattr(parameter, "SCB", None)
         tensors += [scale] if scale is not None else []
-    assert planner.static.before_first_step == pytest.approx(_bytes(tensors), rel=0.001)
+    static = planner.static
+    assert static.total - static.gradients - static.optimizer == pytest.approx(_bytes(tensors), rel=0.001)
     assert planner.static.trainable == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
@@ -58,7 +59,7 @@ def test_optimizer_state_is_that_of_a_real_step(name):
     optim = compose([*BASE, f"optim={name}"]).config.optim
     shapes = [(128, 64), (128, 64), (16, 16), (300,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    planned = optimizer_memory(optim, [torch.nn.Parameter(p.detach().to("meta")) for p in parameters], "cpu")
+    planned = measured(optim, [torch.nn.Parameter(p.detach().to("meta")) for p in parameters], "cpu")
     optimizer = optim.build(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -74,7 +75,7 @@ def test_optimizer_state_is_that_of_a_real_step(name):
 
 def test_8_bit_state_is_2_03_bytes_a_parameter():
     optim = compose([*BASE, "optim=adamw_8bit"]).config.optim
-    planned = optimizer_memory(optim, [torch.nn.Parameter(torch.empty(4096, 1024, device="meta"))], "cuda")
+    planned = measured(optim, [torch.nn.Parameter(torch.empty(4096, 1024, device="meta"))], "cuda")
     assert planned.state / (4096 * 1024) == pytest.approx(2.03, abs=0.005)
     assert planned.workspace == 0
 
@@ -82,6 +83,6 @@ def test_8_bit_state_is_2_03_bytes_a_parameter():
 def test_adamw_on_cuda_works_on_all_parameters_at_once():
     optim = compose([*BASE, "optim=adamw"]).config.optim
     parameters = [torch.nn.Parameter(torch.empty(64, 64, device="meta")) for _ in range(10)]
-    together = optimizer_memory(optim, parameters, "cuda").workspace
-    one_by_one = optimizer_memory(optim, parameters, "cpu").workspace
+    together = measured(optim, parameters, "cuda").workspace
+    one_by_one = measured(optim, parameters, "cpu").workspace
     assert together >= 10 * 64 * 64 * 4 > one_by_one

@@ -100,7 +100,9 @@ def other_model(model_type: str, **fields):
     return model
 
 
-@pytest.mark.parametrize("policy", [checkpointing.NoCheckpointing(), checkpointing.Full()], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "policy", [checkpointing.NoCheckpointing(), checkpointing.FullCheckpointing()], ids=["keep", "recompute"]
+)
 @pytest.mark.parametrize("store", [lambda model: model, quantised], ids=["plain", "nf4"])
 @pytest.mark.parametrize(
     ("targets", "parts"),
@@ -137,13 +139,15 @@ def test_other_architectures_equal_peft(model_type, fields, parts):
         if isinstance(module, bnb.nn.Linear4bit) and module.bias is not None:
             torch.nn.init.normal_(module.bias)
     adapted = attached(model)
-    expected = step(adapted, checkpointing.Full())
+    expected = step(adapted, checkpointing.FullCheckpointing())
     fused.install(adapted)
     assert fused.describe(adapted) == parts
-    assert_equal(expected, step(adapted, checkpointing.Full()))
+    assert_equal(expected, step(adapted, checkpointing.FullCheckpointing()))
 
 
-@pytest.mark.parametrize("policy", [checkpointing.NoCheckpointing(), checkpointing.Full()], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "policy", [checkpointing.NoCheckpointing(), checkpointing.FullCheckpointing()], ids=["keep", "recompute"]
+)
 def test_dropout_draws_the_masks_that_peft_draws(policy):
     adapted = attached(quantised(llama(PACKED)), dropout=0.3)
     expected = step(adapted, policy)
@@ -154,7 +158,7 @@ def test_dropout_draws_the_masks_that_peft_draws(policy):
 
 def test_autocast_is_as_close_to_fp32_as_peft():
     def error(adapted, truth):
-        _, got = step(adapted, checkpointing.Full(), autocast=torch.bfloat16)
+        _, got = step(adapted, checkpointing.FullCheckpointing(), autocast=torch.bfloat16)
         assert all(g.dtype is torch.float32 for g in got.values())
         return torch.stack([(got[name] - g).norm() / g.norm() for name, g in truth.items()]).mean()
 
@@ -210,7 +214,7 @@ def test_dequantisations_a_weight_and_micro_batch(recomputed):
 
     class Some:
         def apply(self, model):
-            checkpointing.Full().apply(model)
+            checkpointing.FullCheckpointing().apply(model)
             for layer in model.get_decoder().layers[recomputed:]:
                 layer.gradient_checkpointing = False
 

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.factories import VOCABULARY, llama, packed_batch, random_tokens
 from tests.model.fused.test_modules import LOSS, assert_equal, attached, other_model, quantised, step
 from trainer.errors import ModelError
-from trainer.memory.predict.live_storages import Tracker
 from trainer.model.attention import PACKED
-from trainer.model.checkpointing import Full, Keep, NoCheckpointing, Selective
+from trainer.model.checkpointing import FullCheckpointing, Keep, NoCheckpointing, Selective
 from trainer.model.fused import modules as fused
 from trainer.model.fused.tiles import num_tiles, tile
+from trainer.model.live_storages import LiveStorages
 
-POLICIES = [NoCheckpointing(), Full()]
+POLICIES = [NoCheckpointing(), FullCheckpointing()]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["keep", "recompute"])
@@ -32,17 +32,17 @@ def test_gradients_are_those_of_the_whole_row(use_fused, tiles, policy):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma", "phi3"])
 def test_other_architectures(model_type):
-    expected = step(attached(other_model(model_type), fused=True), Full())
+    expected = step(attached(other_model(model_type), fused=True), FullCheckpointing())
     model = attached(other_model(model_type), fused=True)
     tile(model.get_base_model(), 3)
-    assert_equal(expected, step(model, Full()))
+    assert_equal(expected, step(model, FullCheckpointing()))
 
 
 def test_one_piece_is_the_model_itself():
-    expected = step(attached(llama(PACKED), fused=True), Full())
+    expected = step(attached(llama(PACKED), fused=True), FullCheckpointing())
     model = attached(llama(PACKED), fused=True)
     tile(model.get_base_model(), "auto")  # 29 tokens, 64 wide
-    actual = step(model, Full())
+    actual = step(model, FullCheckpointing())
     assert torch.equal(expected[0], actual[0])
     assert all(torch.equal(gradient, actual[1][name]) for name, gradient in expected[1].items())
 
@@ -91,7 +91,7 @@ def test_full_checkpointing_runs_the_mlp_no_more_often():
         model = attached(llama(PACKED), targets=["q_proj"], fused=True)
         tile(model.get_base_model(), tiles)
         with Products(128) as counter:
-            step(model, Full())
+            step(model, FullCheckpointing())
         rows.append(counter.rows)
     down_again = 2 * 29  # two blocks; the whole MLP's recomputation ends before down_proj, a piece's does not
     assert rows[0] <= rows[1] <= rows[0] + down_again
@@ -104,8 +104,8 @@ def test_less_is_alive_at_once():
         model = attached(llama(PACKED, intermediate_size=1024), fused=True).train()
         base = model.get_base_model()
         tile(base, tiles)
-        Full().apply(base)
-        tracker = Tracker(1)
+        FullCheckpointing().apply(base)
+        tracker = LiveStorages(1)
         tracker.hold(*model.parameters())
         before = tracker.live
         with tracker:
@@ -125,7 +125,7 @@ def test_a_selective_policy_keeps_nothing_of_the_pieces(keep):
         expected = step(model, Selective(keep), batch=batch)
         tile(model.get_base_model(), 8)
         assert_equal(expected, step(model, Selective(keep), batch=batch))
-        tracker = Tracker(1)
+        tracker = LiveStorages(1)
         tracker.hold(*model.parameters())
         before = tracker.live
         with tracker:

@@ -14,7 +14,7 @@ from tests.factories import VOCABULARY, llama, option, packed_batch, random_toke
 from tests.model.offload.copying import Earliest, Latest
 from tests.model.offload.test_block_stream import LOSS, POLICIES, adapted, assert_bit_equal, steps
 from trainer.model.attention import PACKED
-from trainer.model.checkpointing import Full, NoCheckpointing, PerBlock
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing, PerBlock
 from trainer.model.offload.activations import IN_FLIGHT, MovedInputs, Mover, move_inputs
 from trainer.model.offload.copies import ThreadCopies
 
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_kept_inputs(policy, queue):
 
 
 def test_blocks_that_keep_everything_send_nothing_away():
-    policy = PerBlock([Full()] * 3 + [NoCheckpointing()] * (DEPTH - 3))
+    policy = PerBlock([FullCheckpointing()] * 3 + [NoCheckpointing()] * (DEPTH - 3))
     expected = steps(model(), policy)
     moving = Moving(policy, Latest())
     assert_bit_equal(expected, steps(model(), moving))
@@ -61,9 +61,9 @@ def test_blocks_that_keep_everything_send_nothing_away():
 
 
 def test_the_policy_of_the_option_is_the_same():
-    expected = steps(model(), Full())
-    assert_bit_equal(expected, steps(model(), option("offload", "activations").policy(Full())))
-    assert MovedInputs(Full()).segment(5) is None
+    expected = steps(model(), FullCheckpointing())
+    assert_bit_equal(expected, steps(model(), option("offload", "activations").policy(FullCheckpointing())))
+    assert MovedInputs(FullCheckpointing()).segment(5) is None
 
 
 def test_as_the_synchronous_twin():
@@ -72,7 +72,7 @@ def test_as_the_synchronous_twin():
 
     class Synchronous:
         def apply(self, base):
-            Full().apply(base)
+            FullCheckpointing().apply(base)
             for block in base.model.layers:
                 block._gradient_checkpointing_func = synchronous
 
@@ -80,13 +80,13 @@ def test_as_the_synchronous_twin():
         with save_on_cpu(pin_memory=False):
             return checkpoint(function, *args, use_reentrant=False)
 
-    assert_bit_equal(steps(model(), Synchronous()), steps(model(), Moving(Full(), Latest())))
+    assert_bit_equal(steps(model(), Synchronous()), steps(model(), Moving(FullCheckpointing(), Latest())))
 
 
 def test_the_device_holds_inputs_in_flight_only():
     """Of the inputs that a forward pass saved, IN_FLIGHT are alive outside the host's buffers, and none is lost."""
     deep = model()
-    moving = Moving(Full(), Latest())
+    moving = Moving(FullCheckpointing(), Latest())
     moving.apply(deep.get_base_model())
     inputs: list[torch.Tensor] = []
     for block in deep.get_base_model().model.layers:
@@ -101,7 +101,7 @@ def test_the_device_holds_inputs_in_flight_only():
 
 
 def test_host_buffers_are_used_again_and_replaced_by_larger_ones():
-    deep, moving = model(), Moving(Full(), ThreadCopies())
+    deep, moving = model(), Moving(FullCheckpointing(), ThreadCopies())
     base = deep.get_base_model()
     moving.apply(base)
     deep.train()

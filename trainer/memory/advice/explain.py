@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.memory.advice import textbook as book
 from trainer.model.adapters import decoder_linears
-from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.units import GIB
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def comparison(planner: Planner) -> list[tuple[str, str, str]]:
     batch, tokens = len(planner.shape.lengths), max(planner.shape.lengths)
     static = planner.static
     parameters, trainable = static.base_parameters, static.trainable
-    none, full = planner.profile(NoCheckpointing()), planner.profile(Full())
+    none, full = planner.profile(NoCheckpointing()), planner.profile(FullCheckpointing())
     kept_none, kept_full = _kept(none, layers), _kept(full, layers)
     weights = sum(static.weights.values())
     quantised = sum(planner.skeleton.get_submodule(n).weight.numel() for n in decoder_linears(planner.skeleton))

@@ -5,23 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.memory.predict.speed import work
-from trainer.model.adapters import NoAdapter
 from trainer.model.checkpointing import NoCheckpointing
 from trainer.model.model_settings import Weights
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.memory.advice.whatif import Row
+    from trainer.memory.advice.whatif import ChangeRow
     from trainer.memory.predict.moments import Prediction
     from trainer.memory.predict.planner import Planner
 
-SMALL_MODEL = 1_000_000_000
-"""Parameters up to which training all of them is worth a thought."""
-BYTES_A_PARAMETER = 16
-"""fp32 weight, gradient and two moments of AdamW; under bf16 autocast its copy of the weight too, 2 more."""
 
-
-def advice(planner: Planner, prediction: Prediction, changes: list[Row]) -> list[str]:
+def advice(planner: Planner, prediction: Prediction, changes: list[ChangeRow]) -> list[str]:
     """Sentences."""
     lines = prediction.lines()
     largest = max(lines, key=lines.get)
@@ -32,17 +26,15 @@ def advice(planner: Planner, prediction: Prediction, changes: list[Row]) -> list
             "works."
         )
     said += _unneeded(planner, planner.needed(prediction), changes)
-    adapted = not isinstance(planner.config.adapter, NoAdapter)
-    if adapted:
-        said += _all_parameters(planner, prediction)
-    if adapted and planner.config.model.weights is Weights.random:
+    said += _all_parameters(planner, changes)
+    if not planner.config.adapter.trains_base and planner.config.model.weights is Weights.random:
         said.append(
             "The base has random weights: an adapter on them learns little. Use it to try; to train, adapter=none."
         )
     return said
 
 
-def _unneeded(planner: Planner, needed: int, changes: list[Row]) -> list[str]:
+def _unneeded(planner: Planner, needed: int, changes: list[ChangeRow]) -> list[str]:
     """What the budget would do without. One at a time: together they may need more than there is."""
     budget = planner.config.memory.budget_gib
     if budget is None or needed > budget * GIB:
@@ -60,15 +52,12 @@ def _unneeded(planner: Planner, needed: int, changes: list[Row]) -> list[str]:
     ]
 
 
-def _all_parameters(planner: Planner, prediction: Prediction) -> list[str]:
+def _all_parameters(planner: Planner, changes: list[ChangeRow]) -> list[str]:
     """Training every weight of a small model, where the budget has room for it."""
-    parameters = prediction.static.base_parameters
-    each = BYTES_A_PARAMETER + (2 if planner.dtypes.compute.itemsize == 2 else 0)
-    size = planner.needed_bytes(each * parameters + prediction.highest.peak)
     budget = planner.config.memory.budget_gib
-    if parameters > SMALL_MODEL or (budget is not None and size > budget * GIB):
-        return []
     return [
-        f"With {parameters / 1e6:.0f} M parameters, adapter=none quant=none (all of them train, {each} bytes each: "
-        f"about {size / GIB:.2f} GiB in all) may be worth it."
+        f"With {planner.static.base_parameters / 1e6:.0f} M parameters, {row.change} (all of them train: "
+        f"{row.needed / GIB:.2f} GiB in all) may be worth it."
+        for row in changes
+        if row.change in ("adapter=none", "adapter=none quant=none") and (budget is None or row.needed <= budget * GIB)
     ]

@@ -31,6 +31,8 @@ class Situation:
     last_checkpoint: str | None
     peak: int
     """highest allocated bytes read so far"""
+    options: whatif.Options
+    """what else could be picked"""
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def message(situation: Situation, error: BaseException) -> str:
     lines.append(f"  longest sample: {situation.longest_sample} tokens")
     kept = f"checkpoint kept: {situation.last_checkpoint}" if situation.last_checkpoint else "no checkpoint yet"
     lines.append(f"  {kept}")
-    return "\n".join([*lines, *_ways(situation.plan)])
+    return "\n".join([*lines, *_ways(situation.plan, situation.options)])
 
 
 def _held(situation: Situation) -> str:
@@ -66,14 +68,18 @@ def _held(situation: Situation) -> str:
         if gap > reserved / 10:
             words += " (PYTORCH_ALLOC_CONF=expandable_segments:True helps)"
     prediction = situation.plan.prediction
+    if prediction is None:
+        return words
     return f"{words}, predicted {prediction.peak / GIB:.2f} GiB at {prediction.highest.name}"
 
 
-def _ways(plan: RunMemory) -> list[str]:
+def _ways(plan: RunMemory, options: whatif.Options) -> list[str]:
     """Changes that free memory, those that take the least away first; of each key the value that frees most."""
+    if plan.prediction is None:
+        return []
     needed = plan.planner.needed(plan.prediction)
-    best: dict[str, whatif.Row] = {}
-    for row in sorted(whatif.rows(plan.planner), key=lambda row: row.needed):
+    best: dict[str, whatif.ChangeRow] = {}
+    for row in sorted(whatif.rows(plan.planner, options), key=lambda row: row.needed):
         if row.needed < needed:
             best.setdefault(row.change.partition("=")[0], row)
     freeing = sorted(best.values(), key=lambda row: (row.effort, row.needed))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.memory.advice.report import PlanReport
 
 COLOURS = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#bab0ac")
 WIDTH, LEFT, ROW = 760, 210, 26
 
 
-def bar_chart(plan: dict[str, Any], title: str) -> str:
+def bar_chart(plan: PlanReport, title: str) -> str:
     """Lines of the peak as horizontal bars, and the stack of all of them against the budget, if there is one."""
-    lines = plan["lines_gib"]
-    budget = plan.get("budget_gib")
+    lines = plan.prediction.lines_gib
+    budget = plan.budget_gib
     largest = max([*lines.values(), 1e-9])
     total = sum(lines.values())
     scale = (WIDTH - LEFT - 90) / largest

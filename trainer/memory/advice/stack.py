@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.shelf import option_values, schema_of
 from trainer.device.find import Device
 from trainer.memory.advice import textbook as book
 from trainer.memory.predict.moments import Prediction, predict
+from trainer.memory.predict.outline import shallower
 from trainer.memory.predict.planner import Planner
-from trainer.memory.predict.standins import shallower
 from trainer.memory.predict.static import Static
-from trainer.model.checkpointing import Full, NoCheckpointing
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.model.loading.base import planned_config
 from trainer.model.model_settings import Weights
 from trainer.model.offload.block_stream import SLOTS
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Config
+    from trainer.memory.advice.whatif import Options
+    from trainer.memory.predict.sections import Sections
     from trainer.model.checkpointing import Checkpointing
 
 MODEL, TOKENS, RANK = "llama3_70b", 2048, 16
@@ -41,33 +41,33 @@ class Rung:
     """of the whole step; an optimizer's own temporaries can be the highest"""
 
 
-def stack(config: Config) -> list[Rung]:
+def stack(config: Sections, options: Options) -> list[Rung]:
     """From full fine-tuning to a streamed base. The adapter's and the loss's own settings are those of `config`."""
-    full = _Deep(config, quant="none", adapter="none", optim="adamw")
-    eight_bit = _Deep(config, quant="none", adapter="none", optim="adamw_8bit")
-    lora = _Deep(config, quant="none", adapter="lora", optim="adamw_8bit")
-    qlora = _Deep(config, quant="nf4", adapter="lora", optim="adamw_8bit")
-    streamed = _Deep(config, quant="nf4", adapter="lora", optim="adamw_8bit", offload="base_cpu")
+    full = _Deep(config, options, quant="none", adapter="none", optim="adamw")
+    eight_bit = _Deep(config, options, quant="none", adapter="none", optim="adamw_8bit")
+    lora = _Deep(config, options, quant="none", adapter="lora", optim="adamw_8bit")
+    qlora = _Deep(config, options, quant="nf4", adapter="lora", optim="adamw_8bit")
+    streamed = _Deep(config, options, quant="nf4", adapter="lora", optim="adamw_8bit", offload="base_cpu")
     layers, hidden, parameters = full.layers, full.hidden, full.static.base_parameters
     theta = book.lora_parameters(layers, 4, hidden, RANK)
     kept = book.activations_rule(1, TOKENS, hidden, layers)
     inputs = book.activations_checkpointed(1, TOKENS, hidden, layers)
     rungs = [
         ("full, mixed precision", book.full_mixed_precision(parameters), kept, full.predict(NoCheckpointing())),
-        ("+ checkpointing", book.full_mixed_precision(parameters), inputs, full.predict(Full())),
+        ("+ checkpointing", book.full_mixed_precision(parameters), inputs, full.predict(FullCheckpointing())),
         (
             "+ 8-bit states",
             book.full_mixed_precision(parameters, book.ADAM_8BIT),
             inputs,
-            predict(eight_bit.static, full.profiles(Full()), eight_bit.workspace, accumulates=True),
+            predict(eight_bit.static, full.profiles(FullCheckpointing()), eight_bit.workspace, accumulates=True),
         ),
-        (f"+ LoRA r={RANK}", book.lora(parameters, theta), inputs, lora.predict(Full())),
-        ("+ QLoRA", book.qlora(parameters, theta), inputs, qlora.predict(Full())),
+        (f"+ LoRA r={RANK}", book.lora(parameters, theta), inputs, lora.predict(FullCheckpointing())),
+        ("+ QLoRA", book.qlora(parameters, theta), inputs, qlora.predict(FullCheckpointing())),
         (
             f"+ streamed base, {SLOTS} blocks held",
             book.qlora(SLOTS * parameters // layers, theta),
             inputs,
-            predict(streamed.static, qlora.profiles(Full()), streamed.workspace, accumulates=True),
+            predict(streamed.static, qlora.profiles(FullCheckpointing()), streamed.workspace, accumulates=True),
         ),
     ]
     return [_rung(*rung) for rung in rungs]
@@ -83,11 +83,11 @@ class _Deep:
 
     SHALLOW, MORE = 2, 4
 
-    def __init__(self, config: Config, **names: str):
-        changes: dict[str, Any] = {group: _option(group, name) for group, name in {**COMMON, **names}.items()}
+    def __init__(self, config: Sections, options: Options, **names: str):
+        changes: dict[str, Any] = {group: options[group][name] for group, name in {**COMMON, **names}.items()}
         if names["adapter"] == "lora":
             changes["adapter"] = replace(changes["adapter"], r=RANK)
-        model = replace(_option("model", MODEL), weights=Weights.random)
+        model = replace(options["model"][MODEL], weights=Weights.random)
         data = replace(config.data, max_length=TOKENS)
         train = replace(config.train, micro_batch_tokens=TOKENS, accumulation_steps=2)  # gradients stay, as in a sum
         config = replace(config, model=model, data=data, train=train, device=Device.cuda, **changes)
@@ -111,7 +111,3 @@ class _Deep:
 
     def predict(self, policy: Checkpointing) -> Prediction:
         return predict(self.static, self.profiles(policy), self.workspace, accumulates=True)
-
-
-def _option(group: str, name: str) -> Any:
-    return schema_of(group, name)(**option_values(group, name))

@@ -1,57 +1,33 @@
-"""What each technique would change: from the traces at hand and closed forms, not a trace a row."""
+"""What each technique would change: every row is the plan of that very configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config.shelf import option_values, schema_of, usable
-from trainer.memory.advice.derive import derived
+from trainer.errors import TrainerError
+from trainer.memory.fit import resolved
 from trainer.memory.predict.moved import moved_blocks
-from trainer.memory.predict.optimizer_memory import optimizer_memory
-from trainer.memory.predict.planner import keeps_input
 from trainer.memory.predict.speed import recomputed_share, work
-from trainer.memory.predict.static import count_static
-from trainer.model.adapters import LoRA, decoder_linears
-from trainer.model.checkpointing import (
-    Attention,
-    Checkpointing,
-    EveryK,
-    Full,
-    Keep,
-    NoCheckpointing,
-    Segments,
-    Selective,
-    Sqrt,
-)
 from trainer.model.fused.tiles import AUTO
-from trainer.model.offload.activations import MovedInputs
-from trainer.model.quant import Int8
-from trainer.registry import OPTIONS
-from trainer.training.losses import Chunked
-from trainer.training.losses import Full as FullLoss
+from trainer.registry import Section, changed_option, name_of
 from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.predict.planner import Planner
 
-POLICIES: dict[str, Checkpointing] = {
-    "checkpointing=none": NoCheckpointing(),
-    "checkpointing=attention": Attention(),
-    "checkpointing=selective checkpointing.keep=attention": Selective(keep=Keep.attention),
-    "checkpointing=full": Full(),
-    "checkpointing=every_k checkpointing.k=2": EveryK(k=2),
-    "checkpointing=sqrt": Sqrt(),
-}
+Options = Mapping[str, Mapping[str, Any]]
+"""Every option of every group, with the values of its YAML, by group and name."""
 
-BITS = {"nf4": 4.127, "fp4": 4.127, "int8": 8.0}
-"""Bits a quantised weight, scales included."""
+SMALL_MODEL = 1_000_000_000
+"""Parameters up to which training all of them is worth a thought."""
 
 
 @dataclass(frozen=True)
-class Row:
+class ChangeRow:
     """One change by itself."""
 
     change: str
@@ -63,185 +39,162 @@ class Row:
     """how much it takes away, for the order of advice: 0 nothing, 9 another training"""
 
 
-def rows(planner: Planner) -> list[Row]:
+def rows(planner: Planner, options: Options) -> list[ChangeRow]:
     """Every change that can be said at once, in groups."""
-    now = planner.needed(planner.predict())
+    planner = resolved(planner)
     return [
-        *_policies(planner),
-        *_sizes(planner),
-        *_optimizers(planner, now),
-        *_quantisations(planner, now),
-        *_ranks(planner, now),
-        *_losses(planner),
-        *_offloads(planner),
+        *_policies(planner, options),
+        *_sizes(planner, options),
+        *_others(planner, options, "optim", 3),
+        *_others(planner, options, "quant", 4),
+        *_adapters(planner, options),
+        *_others(planner, options, "loss", 0),
+        *_offloads(planner, options),
         *_tiles(planner),
     ]
 
 
-def _policies(planner: Planner) -> list[Row]:
-    current, found = planner.policy, []
+def _planned(planner: Planner, **sections: Any) -> Planner | None:
+    """The plan of another configuration; None where it would be refused, or cannot be made here."""
+    other = planner.changed(**sections)
+    held = (getattr(other.config, name) for name in vars(other.config))
+    if any(section.problems(other.config) for section in held if isinstance(section, Section)):
+        return None
+    try:
+        if "loss" in sections:
+            other.config.loss.check(torch.device(planner.device_type))
+        other.predict()
+    except (TrainerError, ImportError):
+        return None
+    return other
+
+
+def _row(words: str, other: Planner, cost: str, effort: int) -> ChangeRow:
+    return ChangeRow(words, other.needed(other.predict()), cost, effort)
+
+
+def _alternatives(planner: Planner, options: Options, group: str) -> Iterator[tuple[str, Any]]:
+    """The other options of a group, with the settings of this configuration that they share."""
+    current = getattr(planner.config, group)
+    for name, other in options[group].items():
+        if type(other) is not type(current):
+            yield name, changed_option(current, options[group].get(name_of(group, current)), other)
+
+
+def _others(planner: Planner, options: Options, group: str, effort: int) -> Iterator[ChangeRow]:
+    """Each other option by itself."""
+    if group == "loss" and planner.profile_of_policy.whole:
+        return  # the loss is not apart from the model in its trace
+    for name, option in _alternatives(planner, options, group):
+        other = _planned(planner, **{group: option})
+        if other is not None:
+            yield _row(f"{group}={name}", other, option.costs, effort)
+
+
+def _policies(planner: Planner, options: Options) -> Iterator[ChangeRow]:
     if planner.profile_of_policy.whole:
-        return found  # no checkpointing but none works there
-    now, full = work(planner, current), planner.needed(planner.predict(planner.config.offload.policy(Full())))
-    for words, policy in POLICIES.items():
-        policy = planner.config.offload.policy(policy)
-        if repr(policy) == repr(current) or (isinstance(policy, Segments) and planner.depth < 3):
+        return  # no checkpointing but none works there
+    now = work(planner, planner.policy)
+    for name, policy in _alternatives(planner, options, "checkpointing"):
+        if policy.ladder() is not None:
+            continue  # a choice among the others
+        other = _planned(planner, checkpointing=policy)
+        if other is None:
             continue
-        if policy.moves_inputs and planner.moved_inputs(policy) == 0:
-            continue  # refused: it has no inputs to move
-        needed = planner.needed(derived(planner, policy))
-        more = work(planner, policy) / now - 1
-        cost = f"recomputes {recomputed_share(planner, policy):.0%} of the blocks, {more:+.0%} work"
-        if isinstance(policy, Segments) and needed > full:
-            cost += "; more memory than full: a whole segment is alive in backward"
-        found.append(Row(words, needed, cost, 2))
-    return found
+        more = work(other, other.policy) / now - 1
+        cost = f"recomputes {recomputed_share(other, other.policy):.0%} of the blocks, {more:+.0%} work"
+        if policy.segment(planner.depth) is not None:
+            cost += "; a whole segment is alive in backward"
+        yield _row(f"checkpointing={name}", other, cost, 2)
 
 
-def _sizes(planner: Planner) -> list[Row]:
-    tokens, found = planner.shape.num_tokens, []
-    train = planner.config.train
-    half = planner.needed(planner.predict(tokens=max(tokens // 2, 2)))
-    double = planner.needed(planner.predict(tokens=2 * tokens))
-    if planner.shape.packed:
-        size = train.micro_batch_tokens
-        if size // 2 >= planner.config.data.max_length:
-            words = f"train.micro_batch_tokens={size // 2} train.accumulation_steps={2 * train.accumulation_steps}"
-            found.append(Row(words, half, "the same batch in shorter rows: dequantisation weighs more", 1))
+def _sizes(planner: Planner, options: Options) -> Iterator[ChangeRow]:
+    data, train = planner.config.data, planner.config.train
+    if not planner.shape.packed:
+        packing = options["packing"]["best_fit"]
+        longer = replace(train, micro_batch_tokens=max(train.micro_batch_tokens, data.max_length))
+        other = _planned(planner, packing=packing, train=longer)
+        if other is not None:
+            words = f"packing=best_fit train.micro_batch_tokens={longer.micro_batch_tokens}"
+            yield _row(words, other, "rows of whole samples, no padding is computed", 1)
+        if train.micro_batch_size > 1:
+            size, steps = train.micro_batch_size // 2, 2 * train.accumulation_steps
+            other = planner.changed(train=replace(train, micro_batch_size=size, accumulation_steps=steps))
+            words = f"train.micro_batch_size={size} train.accumulation_steps={steps}"
+            yield _row(words, other, "the same batch in smaller pieces", 1)
+        return
+    size, steps = train.micro_batch_tokens // 2, 2 * train.accumulation_steps
+    if size >= 2:
+        half = replace(train, micro_batch_tokens=size, accumulation_steps=steps)
+        words = f"train.micro_batch_tokens={size} train.accumulation_steps={steps}"
+        if size >= data.max_length:
+            cost = "the same batch in shorter rows: dequantisation weighs more"
+            yield _row(words, planner.changed(train=half), cost, 1)
         else:
-            words = (
-                f"train.micro_batch_tokens={size // 2} data.max_length={size // 2} "
-                f"train.accumulation_steps={2 * train.accumulation_steps}"
-            )
-            found.append(Row(words, half, f"samples over {size // 2} tokens are dropped or cut", 5))
-        found.append(Row(f"train.micro_batch_tokens={2 * size}", double, "longer rows, fewer dequantisations", 1))
-        count = train.micro_batch_size
-        padded = count * planner.config.data.max_length
-        needed = planner.needed(planner.predict(tokens=padded))
-        found.append(Row("packing=none", needed, f"{count} padded samples; padding is computed too", 6))
-        return found
-    packed = planner.needed(planner.predict(tokens=train.micro_batch_tokens))
-    words = f"packing=best_fit train.micro_batch_tokens={train.micro_batch_tokens}"
-    found.append(Row(words, packed, "rows of whole samples, no padding is computed", 1))
-    if train.micro_batch_size > 1:
-        words = (
-            f"train.micro_batch_size={train.micro_batch_size // 2} train.accumulation_steps="
-            f"{2 * train.accumulation_steps}"
-        )
-        found.append(Row(words, half, "the same batch in smaller pieces", 1))
-    return found
+            other = planner.changed(train=half, data=replace(data, max_length=size))
+            yield _row(f"{words} data.max_length={size}", other, f"samples over {size} tokens are dropped or cut", 5)
+    size = 2 * train.micro_batch_tokens
+    other = planner.changed(train=replace(train, micro_batch_tokens=size))
+    yield _row(f"train.micro_batch_tokens={size}", other, "longer rows, fewer dequantisations", 1)
+    other = _planned(planner, packing=options["packing"]["none"])
+    if other is not None:
+        cost = f"{train.micro_batch_size} padded samples; padding is computed too"
+        yield _row("packing=none", other, cost, 6)
 
 
-def _optimizers(planner: Planner, now: int) -> list[Row]:
-    found = []
-    optim = planner.config.optim
-    for name in usable("optim"):
-        cls = schema_of("optim", name)
-        if cls is type(optim) or cls not in OPTIONS["optim"].values():
-            continue
-        try:
-            other = optimizer_memory(
-                cls(**option_values("optim", name)), planner.model.trainable(), planner.device_type
-            )
-        except Exception:
-            continue  # its library is absent, or its step reads values, which a plan has none of
-        change = other.state - planner.optimizer.state
-        found.append(Row(f"optim={name}", now + change, "other updates, the learning rate may need another look", 3))
-    return found
+def _adapters(planner: Planner, options: Options) -> Iterator[ChangeRow]:
+    for words, adapter, cost in planner.config.adapter.variants():
+        other = _planned(planner, adapter=adapter)
+        if other is not None:
+            yield _row(words, other, cost, 3)
+    if planner.static.base_parameters > SMALL_MODEL or planner.config.adapter.trains_base:
+        return
+    for name, adapter in _alternatives(planner, options, "adapter"):
+        for more in ({}, {"quant": options["quant"]["none"]}):
+            other = _planned(planner, adapter=adapter, **more)
+            if other is not None:
+                words = " ".join([f"adapter={name}", *(f"{group}=none" for group in more)])
+                yield _row(words, other, adapter.costs, 9)
+                break
 
 
-def _quantisations(planner: Planner, now: int) -> list[Row]:
-    config, found = planner.config, []
-    if planner.model.adapted is planner.model.base or planner.static.streamed:
-        return []
-    linears = [planner.skeleton.get_submodule(name).weight for name in decoder_linears(planner.skeleton)]
-    numel = sum(weight.numel() for weight in linears)
-    width = planner.dtypes.compute.itemsize
-    workspace = max(weight.numel() for weight in linears) * width
-    weights = planner.static.weights
-    mine = weights["quantised weights"] + weights["absmax"] + weights["linear weights"]
-    quantised = weights["quantised weights"] > 0
-    costs = {
-        "none": "no dequantisation",
-        "nf4": "dequantises every weight 2-3 times a micro-batch",
-        "fp4": "as nf4, less exact",
-        "int8": "half the saving of nf4, smaller error",
-    }
-    for name in ("none", "int8", "nf4", "fp4"):
-        if schema_of("quant", name) is type(config.quant):
-            continue
-        stored = numel * width if name == "none" else round(numel * BITS[name] / 8)
-        extra = (0 if name == "none" else workspace) - (workspace if quantised else 0)
-        found.append(Row(f"quant={name}", now + stored - mine + extra, costs[name], 4))
-    return found
-
-
-def _ranks(planner: Planner, now: int) -> list[Row]:
-    adapter = planner.config.adapter
-    if not isinstance(adapter, LoRA):
-        return []
-    found = []
-    mine = planner.static.adapter + planner.static.gradients + planner.optimizer.state
-    for rank in (adapter.r // 2, adapter.r * 2):
-        if rank == 0:
-            continue
-        sizes = [tuple(rank if size == adapter.r else size for size in p.shape) for p in planner.model.trainable()]
-        resized = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
-        weights = sum(4 * p.numel() for p in resized)
-        other = 2 * weights + optimizer_memory(planner.config.optim, resized, planner.device_type).state
-        cost = "less capacity" if rank < adapter.r else "more capacity"
-        found.append(Row(f"adapter.r={rank}", now + other - mine, cost, 3))
-    return found
-
-
-def _losses(planner: Planner) -> list[Row]:
-    """The other of full and chunked: the blocks as traced, the loss from a trace of one block."""
-    name, cost = "full", "logits of every token: the reference"
-    if isinstance(planner.config.loss, FullLoss):
-        name, cost = "chunked", "the same loss, no logits of all tokens"
-    elif not isinstance(planner.config.loss, Chunked):
-        return []
-    if planner.profile_of_policy.whole:
-        return []  # the loss is not apart from the model in its trace
-    other = schema_of("loss", name)(**option_values("loss", name))
-    return [Row(f"loss={name}", planner.needed(planner.with_loss(other)), cost, 0)]
-
-
-def _offloads(planner: Planner) -> list[Row]:
+def _offloads(planner: Planner, options: Options) -> Iterator[ChangeRow]:
     """What leaves the device, where nothing has left it yet."""
-    found: list[Row] = []
-    policy = planner.policy
-    if planner.static.streamed or policy.moves_inputs:
-        return found
-    if planner.device_type == "cuda":
-        recomputes = any(keeps_input(block) for block in policy.blocks(planner.depth))
-        moved = MovedInputs(policy if recomputes else Full())
-        size = planner.moved_inputs(moved) / GIB
-        words = "offload=activations" if recomputes else "offload=activations checkpointing=full"
-        cost = f"{size:.2f} GiB of host memory, moved there and back each micro-batch"
-        found.append(Row(words, planner.needed(planner.predict(moved)), cost, 1))
-    if planner.model.adapted is planner.model.base or isinstance(planner.config.quant, Int8):
-        return found
-    static = count_static(planner.model, planner.optimizer, planner.device_type, streams=True)
-    needed = planner.needed_bytes(planner.predict().peak - planner.static.total + static.total)
-    times = moved_blocks(policy, planner.depth) / planner.depth
-    cost = f"{static.streamed / GIB:.2f} GiB {{}}, moved {times:.1f} times a micro-batch"
-    if planner.device_type == "cuda":
-        found.append(Row("offload=base_cpu", needed, cost.format("of host memory"), 2))
-    found.append(Row("offload=base_disk", needed, cost.format("on disk"), 3))
-    return found
+    if planner.elsewhere(planner.policy):
+        return
+    for name, offload in _alternatives(planner, options, "offload"):
+        if offload.uses_host and planner.device_type == "cpu":
+            continue
+        for more in ({}, {"checkpointing": options["checkpointing"]["full"]}):
+            other = _planned(planner, offload=offload, **more)
+            if other is None or other.elsewhere(other.policy) == 0:
+                continue
+            words = " ".join([f"offload={name}", *(f"{group}=full" for group in more)])
+            yield _row(words, other, _moving(other), offload.effort)
+            break
 
 
-def _tiles(planner: Planner) -> list[Row]:
-    """The MLP in pieces, for rows longer than a piece; from a trace of its own."""
-    width = planner.model_config.get_text_config().hidden_size
-    if planner.config.model.mlp_tiles != 1 or planner.shape.row_tokens <= width or not planner.model.layers():
-        return []
-    needed = planner.needed(planner.with_tiles(AUTO).predict(planner.policy))
-    full = all(isinstance(block, Full) for block in planner.policy.blocks(planner.depth))
-    return [Row("model.mlp_tiles=auto", needed, "the same arithmetic" if full else "each MLP runs forward twice", 0)]
+def _moving(planner: Planner) -> str:
+    """How much lies elsewhere, and how often it is moved."""
+    size = planner.elsewhere(planner.policy) / GIB
+    if not planner.static.streamed:
+        return f"{size:.2f} GiB of host memory, moved there and back each micro-batch"
+    place = "on disk" if planner.config.offload.from_disk else "of host memory"
+    times = moved_blocks(planner.policy, planner.depth) / planner.depth
+    return f"{size:.2f} GiB {place}, moved {times:.1f} times a micro-batch"
 
 
-def ranked(planner: Planner, budget: int) -> list[Row]:
+def _tiles(planner: Planner) -> Iterator[ChangeRow]:
+    """The MLP in pieces, for rows longer than a piece."""
+    model, width = planner.config.model, planner.model_config.get_text_config().hidden_size
+    if model.mlp_tiles != 1 or planner.shape.row_tokens <= width or not planner.model.layers():
+        return
+    other = _planned(planner, model=replace(model, mlp_tiles=AUTO))
+    if other is not None:
+        whole = recomputed_share(planner, planner.policy) == 1
+        yield _row("model.mlp_tiles=auto", other, "the same arithmetic" if whole else "each MLP runs forward twice", 0)
+
+
+def ranked(changes: list[ChangeRow], budget: int) -> list[ChangeRow]:
     """Single changes that make a budget hold, the smallest first."""
-    return sorted((row for row in rows(planner) if row.needed <= budget), key=lambda row: (row.effort, -row.needed))
+    return sorted((row for row in changes if row.needed <= budget), key=lambda row: (row.effort, -row.needed))

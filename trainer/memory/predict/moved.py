@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.memory.predict.speed import EFFICIENCY, roofs
 from trainer.model.offload.block_stream import SLOTS
@@ -71,11 +71,30 @@ def traffic(planner: Planner, policy: Checkpointing) -> Traffic:
     return Traffic(blocks, 2 * planner.moved_inputs(policy))
 
 
-def offload_plan(planner: Planner) -> dict[str, Any] | None:
-    """For the plan: what lies elsewhere, what is moved, and from which micro-batch on the computation hides it.
+@dataclass(frozen=True)
+class LinkUse:
+    """A device's link, and the computation beside it. Seconds of a micro-batch."""
 
-    None where nothing is offloaded.
-    """
+    gib_per_second: float
+    moving_seconds: float
+    computing_seconds: float
+    hidden_from_tokens: int | None
+    """the micro-batch from which on the computation hides the moving; None: never"""
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What lies elsewhere and what is moved."""
+
+    elsewhere_gib: float
+    on_disk: bool
+    moved_gib_a_micro_batch: float
+    moved_gib_a_step: float
+    devices: dict[str, LinkUse]
+
+
+def offload_plan(planner: Planner) -> OffloadPlan | None:
+    """For the plan; None where nothing is offloaded."""
     policy, config = planner.policy, planner.config
     moved = traffic(planner, policy)
     elsewhere = planner.elsewhere(policy)
@@ -87,16 +106,16 @@ def offload_plan(planner: Planner) -> dict[str, Any] | None:
         rate = min(LINKS[name], DISK) if config.offload.from_disk else LINKS[name]
         token_seconds = 1 / (EFFICIENCY * roof)
         spare = token_seconds - moved.inputs / tokens / rate  # what a token computes longer than it moves
-        devices[name] = {
-            "gib_per_second": rate / GIB,
-            "moving_seconds": moved.total / rate,
-            "computing_seconds": tokens * token_seconds,
-            "hidden_from_tokens": ceil(moved.blocks / rate / spare) if spare > 0 else None,
-        }
-    return {
-        "elsewhere_gib": elsewhere / GIB,
-        "on_disk": config.offload.from_disk,
-        "moved_gib_a_micro_batch": moved.total / GIB,
-        "moved_gib_a_step": moved.total * config.train.accumulation_steps / GIB,
-        "devices": devices,
-    }
+        devices[name] = LinkUse(
+            gib_per_second=rate / GIB,
+            moving_seconds=moved.total / rate,
+            computing_seconds=tokens * token_seconds,
+            hidden_from_tokens=ceil(moved.blocks / rate / spare) if spare > 0 else None,
+        )
+    return OffloadPlan(
+        elsewhere_gib=elsewhere / GIB,
+        on_disk=config.offload.from_disk,
+        moved_gib_a_micro_batch=moved.total / GIB,
+        moved_gib_a_step=moved.total * config.train.accumulation_steps / GIB,
+        devices=devices,
+    )

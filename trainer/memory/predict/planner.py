@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig
 
 from trainer.device.find import Device
-from trainer.memory.fit import fit, free_bytes
+from trainer.device.measure import free_bytes
+from trainer.errors import PlanError, TrainerError
 from trainer.memory.predict.moments import Prediction, predict, without_inputs
-from trainer.memory.predict.optimizer_memory import OptimizerMemory, optimizer_memory
+from trainer.memory.predict.outline import Outline, outline
 from trainer.memory.predict.profile import Profile, Shape
-from trainer.memory.predict.standins import outline
 from trainer.memory.predict.static import Static, count_static
 from trainer.memory.predict.trace import planned_attention, trace
-from trainer.model.checkpointing import Attention, Full, NoCheckpointing
-from trainer.model.checkpointing import Auto as AutoCheckpointing
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.base import planned_config
 from trainer.model.offload.activations import IN_FLIGHT
-from trainer.model.precision import Auto, Dtypes
+from trainer.model.precision import Dtypes
+from trainer.registry import name_of
+from trainer.training.optimizer_memory import OptimizerMemory
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Config
+    from trainer.memory.predict.sections import Sections
     from trainer.model.checkpointing import Checkpointing
-    from trainer.training.losses import Loss
 
 
 CUDA_CONTEXT = GIB // 2
@@ -38,11 +40,11 @@ SLACK = 0.02
 
 
 class Planner:
-    """Predicts the memory of a configuration. Traces are made when first asked for and kept."""
+    """Predicts the memory of a configuration. What is traced is kept, also for the configurations made from it."""
 
     def __init__(
         self,
-        config: Config,
+        config: Sections,
         model_config: PretrainedConfig | None = None,
         shape: Shape | None = None,
         dtypes: Dtypes | None = None,
@@ -52,35 +54,65 @@ class Planner:
         self.dtypes = dtypes or planned_dtypes(config, self.device_type)
         self.model_config = model_config or planned_config(config.model)
         self.shape = shape or largest_shape(config)
-        self._profiles: dict[tuple[str, int], Profile] = {}
+        self._found: dict[str, Any] = {}
 
-    def with_tiles(self, mlp_tiles: int | str) -> Planner:
-        """The same with the MLP in pieces."""
-        config = replace(self.config, model=replace(self.config.model, mlp_tiles=mlp_tiles))
-        return Planner(config, self.model_config, self.shape, self.dtypes)
+    def changed(self, **sections: Any) -> Planner:
+        """The plan of the configuration with other sections; traces are shared where they are the same."""
+        config = replace(self.config, **sections)
+        shape, mine = largest_shape(config), largest_shape(self.config)
+        if shape == mine:
+            shape = self.shape
+        elif self.shape != mine:  # the data's own: about as much more or less, in samples of its length
+            shape = replace(self.shape, packed=shape.packed).scaled(
+                shape.num_tokens * self.shape.num_tokens // mine.num_tokens
+            )
+        planner = Planner(config, self.model_config, shape, self.dtypes)
+        planner._found = self._found
+        return planner
+
+    def _once(self, find: Callable[[], Any], *of: Any) -> Any:
+        """What depends on these values alone, found once."""
+        key = repr(of)
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
+
+    @property
+    def _architecture(self) -> tuple[Any, ...]:
+        """What the model's shape depends on."""
+        config = self.config
+        return config.model, config.quant, config.adapter, self.dtypes.compute, self._attention
+
+    @property
+    def _attention(self) -> str:
+        return planned_attention(self.shape.packed, self.model_config, self.device_type, self.dtypes.compute)
 
     @property
     def depth(self) -> int:
         return self.model_config.get_text_config().num_hidden_layers
 
     @cached_property
-    def model(self):
+    def model(self) -> Outline:
         """The whole model's shape with its adapter, on the meta device."""
-        return outline(
-            self.config,
-            self.model_config,
-            self.dtypes.compute,
-            planned_attention(self.shape.packed, self.model_config, self.device_type, self.dtypes.compute),
+        return self._once(
+            lambda: outline(self.config, self.model_config, self.dtypes.compute, self._attention), self._architecture
         )
 
     @cached_property
     def skeleton(self):
         """The bare model on the meta device."""
-        return skeleton(self.model_config)
+        return self._once(lambda: skeleton(self.model_config), "skeleton")
 
     @cached_property
     def optimizer(self) -> OptimizerMemory:
-        return optimizer_memory(self.config.optim, self.model.trainable(), self.device_type)
+        """Of the configured optimizer. Raises PlanError where it can neither be traced nor measured."""
+        optim = self.config.optim
+        try:
+            return optim.memory(self.model.trainable(), self.device_type)
+        except TrainerError:
+            raise
+        except Exception as error:
+            raise PlanError.of(f"optim={name_of('optim', optim)}", error) from error
 
     @cached_property
     def static(self) -> Static:
@@ -93,16 +125,23 @@ class Planner:
     def profile(self, policy: Checkpointing, shape: Shape | None = None) -> Profile:
         """The traced blocks under a per-block policy."""
         shape = shape or self.shape
-        key = (repr(policy), shape.num_tokens)
-        if key not in self._profiles:
-            self._profiles[key] = trace(
-                self.config, self.model_config, self._trace_dtypes, self.device_type, shape, policy
-            )
-        return self._profiles[key]
+        of = (self._architecture, self.config.loss, self.dtypes, self.device_type, self.accumulates, shape, policy)
+        return self._once(lambda: self._trace(policy, shape), of)
 
-    @property
-    def _trace_dtypes(self) -> Dtypes:
-        return replace(self.dtypes, device_type="cpu")  # fake tensors are on the CPU, whatever device is planned for
+    def _trace(self, policy: Checkpointing, shape: Shape, counter: FlopCounterMode | None = None) -> Profile:
+        dtypes = replace(self.dtypes, device_type="cpu")  # fake tensors are on the CPU, whatever is planned for
+        return trace(self.config, self.model_config, dtypes, self.device_type, shape, policy, counter)
+
+    def counted_again(self, policy: Checkpointing) -> float:
+        """Share of the blocks' forward arithmetic that a policy runs again, from operations counted in its trace."""
+
+        def count(traced: Checkpointing) -> int:
+            counter = FlopCounterMode(display=False)
+            self._trace(traced, self.shape, counter)
+            return counter.get_total_flops()
+
+        none, full, mine = (count(traced) for traced in (NoCheckpointing(), FullCheckpointing(), policy))
+        return (mine - none) / (full - none)
 
     def predict(self, policy: Checkpointing | None = None, tokens: int | None = None) -> Prediction:
         """The whole step under a policy (by default the configured one), at another micro-batch size if given."""
@@ -114,7 +153,7 @@ class Planner:
         static = self.static
         if policy.moves_inputs:
             size = self.input_bytes(tokens)
-            kept = [keeps_input(block) for block in policy.blocks(self.depth)]
+            kept = [block.recomputes_blocks for block in policy.blocks(self.depth)]
             profiles = [without_inputs(p, size) if k else p for p, k in zip(profiles, kept, strict=True)]
             static = replace(static, in_flight=IN_FLIGHT * size)
         return predict(static, profiles, self.optimizer.workspace, self.accumulates, policy.segment(self.depth))
@@ -128,7 +167,7 @@ class Planner:
         """Bytes of block inputs that a policy keeps in host memory."""
         if not policy.moves_inputs:
             return 0
-        kept = sum(keeps_input(block) for block in policy.blocks(self.depth))
+        kept = sum(block.recomputes_blocks for block in policy.blocks(self.depth))
         segment = policy.segment(self.depth)
         if segment is not None:
             kept = -(-self.depth // segment)
@@ -151,24 +190,15 @@ class Planner:
         """Bytes of free host memory; None where another machine is planned for."""
         return free_bytes("cpu") if self.device_type == "cpu" or torch.cuda.is_available() else None
 
-    def with_loss(self, loss: Loss) -> Prediction:
-        """The step with another loss: the blocks as they are, the loss's own part from a trace of one block."""
-        config = replace(self.config, loss=loss)
-        one = trace(config, self.model_config, self._trace_dtypes, self.device_type, self.shape, Full(), depth=1)
-        blocks = [self.profile(block) for block in self.policy.blocks(self.depth)]
-        return self.fold(self.policy, [replace(b, loss=one.loss, loss_backward=one.loss_backward) for b in blocks])
-
     def _profile_at(self, policy: Checkpointing, tokens: int | None) -> Profile:
         profile = self.profile(policy)
         if tokens is None or tokens == profile.num_tokens:
             return profile
         return profile.at(tokens, self.profile(policy, self.shape.scaled(2 * self.shape.num_tokens)))
 
-    @cached_property
+    @property
     def policy(self) -> Checkpointing:
-        """The configured policy; auto is resolved to one a block."""
-        if isinstance(self.config.checkpointing, AutoCheckpointing):
-            return fit(self, self.config.memory.budget_gib).policy
+        """The policy that runs; auto has been resolved (`memory.fit.resolved`)."""
         return self.config.offload.policy(self.config.checkpointing)
 
     @property
@@ -182,7 +212,9 @@ class Planner:
         if self.profile_of_policy.whole:
             return self.needed(self.predict())
         longest = max(self.shape.lengths)
-        return self.needed(self.predict(self.config.offload.policy(Full()), longest if self.shape.packed else None))
+        return self.needed(
+            self.predict(self.config.offload.policy(FullCheckpointing()), longest if self.shape.packed else None)
+        )
 
     def needed(self, prediction: Prediction) -> int:
         """Bytes of the device that a run takes: the allocator's peak, its slack, and CUDA's own."""
@@ -210,11 +242,6 @@ class Planner:
         return low
 
 
-def keeps_input(block: Checkpointing) -> bool:
-    """Whether a block's policy saves the block's input alone, to run the block again."""
-    return not isinstance(block, (NoCheckpointing, Attention))
-
-
 def planned_device(device: Device) -> str:
     """cuda or cpu; believes the configuration without touching hardware."""
     if device is Device.auto:
@@ -222,16 +249,14 @@ def planned_device(device: Device) -> str:
     return device.value
 
 
-def planned_dtypes(config: Config, device_type: str) -> Dtypes:
+def planned_dtypes(config: Sections, device_type: str) -> Dtypes:
     """What the run computes in; a planned GPU is taken to have bf16."""
     if device_type == "cpu" or torch.cuda.is_available():
         return config.precision.build(torch.device(device_type))
-    if isinstance(config.precision, Auto):
-        return Dtypes(torch.bfloat16, "cuda")
-    return replace(config.precision.build(torch.device("cpu")), device_type="cuda")
+    return config.precision.planned(device_type)
 
 
-def largest_shape(config: Config) -> Shape:
+def largest_shape(config: Sections) -> Shape:
     """The largest micro-batch that these settings allow, every token a target."""
     lengths = tuple(config.packing.largest(config.data.max_length, config.train))
     return Shape(lengths, sum(lengths) - len(lengths), config.packing.packed)

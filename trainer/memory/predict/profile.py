@@ -54,18 +54,6 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What the forward pass of one block makes, by what a policy could keep of it. Bytes."""
-
-    attention: int
-    """made inside the attention module and alive when the block ends, its own output left out"""
-    kernel_outputs: int
-    """outputs of attention kernels"""
-    linear_outputs: int
-    """outputs of matrix products"""
-
-
-@dataclass(frozen=True)
 class Profile:
     """The intervals of a micro-batch with few blocks."""
 
@@ -83,8 +71,6 @@ class Profile:
     whole: bool
     """the model has no known blocks: everything is in `loss` and `loss_backward`, at full depth"""
     num_tokens: int
-    saved: Saved | None = None
-    """what a middle block leaves behind; None where the model has no known blocks"""
 
     def at(self, tokens: int, other: Profile) -> Profile:
         """The profile at another row length, on the straight line through two profiles."""

@@ -1,51 +1,47 @@
-"""Marks between the blocks of a traced step, and what a middle block leaves behind."""
+"""Marks between the blocks of a traced step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from trainer.memory.predict.live_storages import Tracker
-from trainer.memory.predict.profile import Interval, Profile, Saved
-from trainer.memory.predict.standins import Outline, Standin4bit, Standin8bit
-from trainer.model.checkpointing import Keep, attention_of, kept_operations
+from trainer.memory.predict.outline import Outline
+from trainer.memory.predict.profile import Interval, Profile
+from trainer.model.live_storages import LiveStorages
+from trainer.model.standins import Standin
 
 
 class Recorder:
     """Marks between blocks."""
 
     def __init__(self, rounding: int):
-        self.tracker = Tracker(rounding)
+        self.storages = LiveStorages(rounding)
         self.marks: list[tuple[str, int, int]] = []
         self._handles: list[Any] = []
         self._backward = False
-        self._middle = _Middle(self.tracker)
 
     def hold_all(self, model: Outline) -> None:
         for tensor in [*model.adapted.parameters(), *model.adapted.buffers()]:
-            self.tracker.hold(tensor, tensor.grad)
+            self.storages.hold(tensor, tensor.grad)
         for module in model.adapted.modules():
-            if isinstance(module, (Standin4bit, Standin8bit)):
-                self.tracker.hold(*module.scales())
+            if isinstance(module, Standin):
+                self.storages.hold(*module.scales())
 
     def watch(self, layers: list[torch.nn.Module]) -> None:
-        if layers:
-            self._handles += self._middle.watch(layers[len(layers) // 2], lambda: self._backward)
         for index, layer in enumerate(layers):
             last = index == len(layers) - 1
             self._handles.append(layer.register_forward_pre_hook(self._before(index)))
             self._handles.append(layer.register_forward_hook(self._after(index, last)))
 
     def start(self) -> None:
-        self.tracker.mark()
-        self.marks.append(("start", self.tracker.live, self.tracker.live))
+        self.storages.mark()
+        self.marks.append(("start", self.storages.live, self.storages.live))
 
     def mark(self, name: str) -> None:
         if name == "loss":
             self._backward = True
-        self.marks.append((name, *self.tracker.mark()))
+        self.marks.append((name, *self.storages.mark()))
 
     def _before(self, index: int):
         def hook(module, args):
@@ -98,56 +94,8 @@ class Recorder:
             depth=depth,
             whole=whole,
             num_tokens=num_tokens,
-            saved=self._middle.saved,
         )
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-class _Middle:
-    """Watches one block's forward pass for what it makes."""
-
-    def __init__(self, tracker: Tracker):
-        self.saved: Saved | None = None
-        self._tracker = tracker
-        self._attention: tuple[int, int] = (0, 0)
-        self._output: set[int] = set()
-
-    def watch(self, block: torch.nn.Module, backward: Callable[[], bool]) -> list[Any]:
-        """Handles of the hooks; nothing is noted once `backward` says so: the block is then run again."""
-        tracker, groups = self._tracker, {}
-        for name in (Keep.attention, Keep.linear):
-            groups |= dict.fromkeys(kept_operations(name), name)
-
-        def before_block(module, args):
-            if not backward():
-                tracker.outputs.clear()
-
-        def before_attention(module, args, kwargs):
-            if not backward():
-                self._attention = (tracker.born, tracker.born)
-
-        def after_attention(module, args, kwargs, output):
-            if not backward():
-                self._attention = (self._attention[0], tracker.born)
-                tensors = output if isinstance(output, tuple) else (output,)
-                self._output = {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)}
-
-        def after_block(module, args, output):
-            if backward():
-                return
-            made = dict.fromkeys(Keep, 0)
-            for operation, size in tracker.outputs.items():
-                if operation in groups:
-                    made[groups[operation]] += size
-            inside = tracker.alive_from(*self._attention, self._output)
-            self.saved = Saved(inside, made[Keep.attention], made[Keep.linear])
-
-        handles = [block.register_forward_pre_hook(before_block), block.register_forward_hook(after_block)]
-        attention = attention_of(block)
-        if attention is not None:
-            handles.append(attention.register_forward_pre_hook(before_attention, with_kwargs=True))
-            handles.append(attention.register_forward_hook(after_attention, with_kwargs=True))
-        return handles

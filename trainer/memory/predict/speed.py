@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.memory.predict.profile import Shape
 from trainer.model.adapters import decoder_linears
-from trainer.model.checkpointing import Attention, Keep, NoCheckpointing, Selective
+from trainer.model.checkpointing import BlockWork
 from trainer.training.throughput import PEAK_TFLOPS, Arithmetic, count_arithmetic
 
 if TYPE_CHECKING:
@@ -31,18 +31,13 @@ def recomputed_share(planner: Planner, policy: Checkpointing) -> float:
     if policy.segment(planner.depth) is not None:
         return 1.0
     counts = arithmetic(planner)
-    kernel = 2 * counts.attention_width * _mean_length(planner.shape)  # A
-    linear = 2 * counts.base_linear + 2 * counts.adapter
-    projections = 2 * _attention_linears(planner)
-    shares = {NoCheckpointing: 0.0, Attention: (kernel + projections) / (kernel + linear)}
-
-    def of(block: Checkpointing) -> float:
-        if isinstance(block, Selective):
-            kept = {Keep.attention: kernel, Keep.linear: linear, Keep.both: kernel + linear}
-            return 1 - kept[block.keep] / (kernel + linear)
-        return shares.get(type(block), 1.0)
-
-    return sum(of(block) for block in policy.blocks(planner.depth)) / planner.depth
+    work = BlockWork(
+        kernel=2 * counts.attention_width * _mean_length(planner.shape),
+        linear=2 * counts.base_linear + 2 * counts.adapter,
+        projections=2 * _attention_linears(planner),
+        counted=planner.counted_again,
+    )
+    return sum(block.recomputed(work) for block in policy.blocks(planner.depth)) / planner.depth
 
 
 def _mean_length(shape: Shape) -> float:

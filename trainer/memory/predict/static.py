@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.memory.predict.live_storages import rounded
-from trainer.memory.predict.optimizer_memory import OptimizerMemory
-from trainer.memory.predict.standins import Outline, Standin4bit, Standin8bit
+from trainer.memory.predict.outline import Outline
+from trainer.model.live_storages import rounded
 from trainer.model.new_tokens import table_of
 from trainer.model.offload.block_stream import SLOTS, aligned
+from trainer.model.standins import Standin
+from trainer.training.optimizer_memory import OptimizerMemory
 
 WEIGHTS = ("quantised weights", "absmax", "linear weights", "embeddings", "head", "norms and others")
 
@@ -47,11 +48,6 @@ class Static:
     def total(self) -> int:
         return sum(self.lines().values())
 
-    @property
-    def before_first_step(self) -> int:
-        """Weights and adapter: what is held when training starts."""
-        return sum(self.weights.values()) + self.slots + self.adapter
-
 
 def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str, streams: bool) -> Static:
     """Walks the model once; a tied weight counts once. With `streams`, its blocks are elsewhere."""
@@ -75,10 +71,10 @@ def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str, s
                 adapter += size(tensor)
                 continue
             if id(tensor) not in away:
-                weights[tables.get(id(tensor)) or _kind(module, tensor)] += size(tensor)
-            if isinstance(tensor, torch.nn.Parameter):
-                base_parameters += _numbers(module, tensor)
-        if isinstance(module, (Standin4bit, Standin8bit)):
+                weights[tables.get(id(tensor)) or _kind(model, module, tensor)] += size(tensor)
+            if isinstance(tensor, torch.nn.Parameter) or module in model.quantised:
+                base_parameters += _numbers(model, module, tensor)
+        if isinstance(module, Standin):
             weights["absmax"] += sum(size(tensor) for tensor in module.scales() if id(tensor) not in away)
     trainable = model.trainable()
     return Static(
@@ -100,7 +96,7 @@ def _streamed(block: torch.nn.Module) -> list[torch.Tensor]:
     for module in block.modules():
         if isinstance(module, torch.nn.Linear) and not module.weight.requires_grad:
             found.append(module.weight)
-            if isinstance(module, Standin4bit):
+            if isinstance(module, Standin):
                 found += module.block_scales()
     return found
 
@@ -112,15 +108,22 @@ def _base_ids(model: Outline) -> set[int]:
     return {id(t) for t in [*model.adapted.parameters(), *model.adapted.buffers()] if not t.requires_grad}
 
 
-def _kind(module: torch.nn.Module, tensor: torch.Tensor) -> str:
-    if isinstance(module, (Standin4bit, Standin8bit)):
-        return "quantised weights" if tensor is module.weight else "norms and others"
+def _kind(model: Outline, module: torch.nn.Module, tensor: torch.Tensor) -> str:
+    if module in model.quantised:
+        if tensor is _codes(module):
+            return "quantised weights"
+        return "norms and others" if tensor is getattr(module, "bias", None) else "absmax"
     if tensor.ndim >= 2 and isinstance(tensor, torch.nn.Parameter):
         return "linear weights"
     return "norms and others"
 
 
-def _numbers(module: torch.nn.Module, tensor: torch.Tensor) -> int:
-    if isinstance(module, Standin4bit) and tensor is module.weight:
-        return module.in_features * module.out_features
-    return tensor.numel()
+def _numbers(model: Outline, module: torch.nn.Module, tensor: torch.Tensor) -> int:
+    if module not in model.quantised or tensor is getattr(module, "bias", None):
+        return tensor.numel()
+    return model.quantised[module] if tensor is _codes(module) else 0
+
+
+def _codes(module: torch.nn.Module) -> torch.Tensor:
+    """The largest tensor of a quantised layer: its packed weights."""
+    return max([*module._parameters.values(), *module._buffers.values()], key=lambda t: 0 if t is None else t.nbytes)

@@ -7,6 +7,7 @@ blocks, loss, and back. The model, PEFT's modules, the checkpointing policy, aut
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,16 +16,19 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from trainer.data.batches.batch import MicroBatch
-from trainer.memory.predict.live_storages import ROUNDING
+from trainer.errors import PlanError, TrainerError
+from trainer.memory.predict.outline import Outline, outline
 from trainer.memory.predict.profile import Profile, Shape
 from trainer.memory.predict.recorder import Recorder
-from trainer.memory.predict.standins import Outline, Standin4bit, Standin8bit, outline
 from trainer.model import attention
 from trainer.model.fused.pieces import shortened
+from trainer.model.live_storages import ROUNDING
 from trainer.model.precision import Dtypes
+from trainer.model.standins import Standin
+from trainer.registry import name_of
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Config
+    from trainer.memory.predict.sections import Sections
     from trainer.model.checkpointing import Checkpointing
 
 VARLEN = "trainer_planned_varlen"
@@ -45,17 +49,19 @@ def planned_attention(packed: bool, model_config: PretrainedConfig, device_type:
 
 
 def trace(
-    config: Config,
+    config: Sections,
     model_config: PretrainedConfig,
     dtypes: Dtypes,
     device_type: str,
     shape: Shape,
     checkpointing: Checkpointing,
+    counter: AbstractContextManager | None = None,
     depth: int = DEPTH,
 ) -> Profile:
     """Runs forward and backward of one micro-batch on fake tensors.
 
-    With accumulation the gradients of earlier micro-batches are there when it begins, and it adds to them.
+    `counter` sees the operations of the step. With accumulation the gradients of earlier micro-batches are there when
+    it begins, and it adds to them.
     """
     chosen = planned_attention(shape.packed, model_config, device_type, dtypes.compute)
     num_layers = model_config.get_text_config().num_hidden_layers
@@ -74,17 +80,29 @@ def trace(
         recorder.hold_all(model)
         batch = fake_batch(shape, chosen)
         recorder.watch([] if whole else model.layers())
-        with recorder.tracker:
+        with counter or nullcontext(), recorder.storages:
             recorder.start()
-            with dtypes.autocast():
-                loss = config.loss.sum(model.base, batch)
-            recorder.mark("loss")
-            (loss / shape.num_targets).backward()
+            try:
+                with dtypes.autocast():
+                    loss = config.loss.sum(model.base, batch)
+                recorder.mark("loss")
+                (loss / shape.num_targets).backward()
+            except TrainerError:
+                raise
+            except Exception as error:
+                raise PlanError.of(f"a step of {_options(config, checkpointing)}", error) from error
             del loss
             recorder.mark("end")
     profile = recorder.profile(len(model.layers()), whole, shape.num_tokens)
     recorder.close()
     return profile
+
+
+def _options(config: Sections, checkpointing: Checkpointing) -> str:
+    """The options that a step runs through."""
+    policy = f"checkpointing={name_of('checkpointing', checkpointing)}"
+    groups = ("quant", "adapter", "loss")
+    return ", ".join([*(f"{group}={name_of(group, getattr(config, group))}" for group in groups), policy])
 
 
 class _HostBoundaries:
@@ -148,7 +166,7 @@ def _to_fakes(model: Outline) -> None:
             for name, tensor in holder.items():
                 holder[name] = fake(tensor)
     for module in model.adapted.modules():
-        if isinstance(module, (Standin4bit, Standin8bit)):
+        if isinstance(module, Standin):
             module.convert(fake)
 
 

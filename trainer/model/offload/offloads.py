@@ -31,6 +31,10 @@ class Offload(Section, ABC):
     """whether the frozen blocks are fetched when they are used"""
     from_disk: ClassVar[bool] = False
     """whether they come from files"""
+    effort: ClassVar[int] = 2
+    """how much it takes away, beside other changes: 0 nothing, 9 another training"""
+    uses_host: ClassVar[bool] = True
+    """whether it moves to host memory, which on a CPU is the device's own"""
 
     def policy(self, policy: Checkpointing) -> Checkpointing:
         """The checkpointing policy that runs: the configured one, or one that keeps its inputs elsewhere."""
@@ -76,6 +80,8 @@ class NoOffload(Offload):
 class Activations(Offload):
     """The inputs of checkpointed blocks in (pinned) host memory, copied while the device computes."""
 
+    effort = 1
+
     def problems(self, config):
         if config.checkpointing.recomputes_blocks:
             return []
@@ -87,7 +93,7 @@ class Activations(Offload):
     def policy(self, policy):
         from trainer.model.offload.activations import MovedInputs
 
-        return MovedInputs(policy)
+        return policy if policy.moves_inputs else MovedInputs(policy)
 
     def source(self, device, needed):
         check_host("offload=activations: the inputs of the blocks", needed, "Use fewer tokens a micro-batch")
@@ -154,6 +160,8 @@ class BaseDisk(StreamedBase):
 
     name = "base_disk"
     from_disk = True
+    uses_host = False
+    effort = 3
 
     def source(self, device, needed):
         from pathlib import Path

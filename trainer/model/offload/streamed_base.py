@@ -15,7 +15,7 @@ from trainer.model.model_settings import Weights
 from trainer.model.offload.block_stream import Block, Source, Stream, install, streamed_block
 from trainer.model.offload.copies import Copies, copies_for
 from trainer.model.precision import Dtypes
-from trainer.model.quant import FourBit, Quant
+from trainer.model.quant import Quant
 
 if TYPE_CHECKING:
     from trainer.model.model_settings import Model
@@ -52,7 +52,7 @@ def streamed_base(
     stream = Stream(blocks, source, copies or copies_for(device, reads=source.reads), device)
     install(stream)
     if found is not None:
-        base.is_loaded_in_4bit = isinstance(quant, FourBit)  # PEFT picks its layers by it
+        quant.mark(base)  # PEFT picks its layers by it
         load.named(base, found)
     return load.settled(base), stream
 

@@ -7,7 +7,6 @@ run as the sequence of operations that they are made of.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trainer.model.attention import flash_backward_bytes
-from trainer.model.checkpointing import may_keep
 
 OPAQUE = ("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",)
 """torch.library operations written in Python: their function can be run on fake tensors."""
@@ -57,7 +55,7 @@ def _varlen_backward(grad_out, query, key, value, out, lse, cu_seq_q, *_):
     return gradients
 
 
-class Tracker(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Counts storages from their first sight to their end."""
 
     def __init__(self, rounding: int):
@@ -67,11 +65,6 @@ class Tracker(TorchDispatchMode):
         """bytes now"""
         self.peak = 0
         """most bytes since the last mark"""
-        self.outputs: Counter[Any] = Counter()
-        """bytes of the outputs of each operation that a policy could keep"""
-        self.born = 0
-        """storages seen so far"""
-        self._births: dict[int, tuple[int, int]] = {}
         self._seen: dict[int, weakref.ref] = {}
 
     def hold(self, *tensors: Any) -> None:
@@ -86,11 +79,6 @@ class Tracker(TorchDispatchMode):
         self.peak = self.live
         return reading
 
-    def alive_from(self, first: int, last: int, but: set[int]) -> int:
-        """Bytes alive of the storages that were the first-th to last-th to be seen, but for those named by key."""
-        alive = (birth for key, birth in self._births.items() if key not in but)
-        return sum(size for number, size in alive if first <= number < last)
-
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -100,10 +88,8 @@ class Tracker(TorchDispatchMode):
 
         def gone(_, key=key, size=size):
             self.live -= size
-            del self._seen[key], self._births[key]
+            del self._seen[key]
 
-        self._births[key] = (self.born, size)
-        self.born += 1
         self._seen[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -119,8 +105,6 @@ class Tracker(TorchDispatchMode):
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
-                if may_keep():
-                    self.outputs[function] += leaf.numel() * leaf.element_size()
         return result
 
 
@@ -132,4 +116,8 @@ def _opened(operation: Any) -> Callable | None:
         return _gemm_4bit
     if name == "torch_attn::_varlen_attn_backward":
         return _varlen_backward
+    if name in ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise"):
+        from bitsandbytes.backends.cpu import ops  # the kernels of the CPU, written in torch's own operations
+
+        return getattr(ops, f"_{name.rpartition(':')[2]}_cpu")
     return OPDEFS[name]._init_fn if name in OPAQUE else None
