@@ -25,7 +25,7 @@ from tests.factories import (
 from trainer.memory.predict.trace import VARLEN, planned_attention
 from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
-from trainer.model.live_storages import Tracker
+from trainer.model.live_storages import LiveStorages
 from trainer.training.losses import Full
 
 PATHS = [PACKED, "sdpa", "eager"]
@@ -338,7 +338,7 @@ def test_flash_backwards_scratch_of_an_8b(tokens, gib):
 def test_the_plan_counts_flash_backwards_scratch():
     """While the kernel runs, beside its gradients, and not after."""
     heads, keys, lengths, size = 4, 2, (40, 24), 48
-    with FakeTensorMode(), Tracker(1) as tracker:
+    with FakeTensorMode(), LiveStorages(1) as tracker:
         q, k, v = (torch.empty(1, n, 64, size, dtype=torch.bfloat16, requires_grad=True) for n in (heads, keys, keys))
         boundaries = torch.empty(len(lengths) + 1, dtype=torch.int32)
         out = attention._varlen(q, k, v, None, None, boundaries, 40)
