@@ -13,7 +13,7 @@ from tests.factories import llama
 from trainer.device.measure import Memory, Pace, is_out_of_memory, rss_peak
 from trainer.errors import OutOfMemoryError
 from trainer.memory.advice.out_of_memory import Situation, advising
-from trainer.model.checkpointing import Full
+from trainer.model.checkpointing import FullCheckpointing
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_the_watching_thread_catches_a_peak_between_two_readings():
 
 def test_a_peak_inside_backward_is_that_of_the_allocators_events():
     model = llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, max_position_embeddings=1024).train()
-    Full().apply(model)
+    FullCheckpointing().apply(model)
     ids = torch.randint(5, 300, (8, 512))
 
     def forward() -> torch.Tensor:
