@@ -137,7 +137,8 @@ def run(name: str, settings: dict[str, Any], scratch: Path, threads: int, budget
             rows = [row for row in map(json.loads, lines) if row["event"] == "train"]
             ends = [0.0, *(row["seconds"] for row in rows)]
             walls = [end - begin for begin, end in itertools.pairwise(ends)]
-            peak = max(row["memory_peak_gib"] for row in rows) * GIB - settings["loaded_bytes"]
+            stages = json.loads(Path(folder, "run", "summary.json").read_text(encoding="utf-8"))["memory_stages_gib"]
+            peak = (max(row["memory_peak_gib"] for row in rows) - stages["adapter attached"]["allocated"]) * GIB
     return {
         "wall": statistics.mean(walls[1:]),
         "cpu_all": cpu,
