@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from tests.support import CHATS, REPO, chat_rows, metrics, train_here, write_jso
 from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.errors import StorageError
+from trainer.run import beginning as beginning_module
 from trainer.run.train import run_training
 from trainer.training import checkpoint as checkpoint_module
 from trainer.training import loop as loop_module
@@ -401,6 +404,30 @@ def test_changed_data_is_refused(job, tmp_path):
     assert in_child(killed) == -signal.SIGKILL
     assert train_here(changed, half)["status"] == "completed", "what was forced once is this run's data"
     assert_equal_runs(half, run)
+
+
+def test_a_run_keeps_the_day_on_which_it_began(job, tmp_path, monkeypatch):
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    dated = [*job, f"data.chat_template={template}"]
+
+    def on(day: str) -> None:
+        monkeypatch.setattr(beginning_module, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+
+    on("2026-01-31")
+    half_run(dated, tmp_path / "run")
+    on("2026-02-01")
+    assert train_here(dated, tmp_path / "run")["status"] == "completed"
+    train_here([*dated, "data.today=2026-01-31"], tmp_path / "given")
+    assert_equal_runs(tmp_path / "run", tmp_path / "given")
+    train_here([*dated, "data.today=2026-02-01", "train.max_steps=1"], tmp_path / "later")
+    hashes = {
+        name: json.loads((tmp_path / name / "manifest.json").read_text())["data_hash"] for name in ("run", "later")
+    }
+    assert hashes["run"] != hashes["later"], "the day is in the tokens"
 
 
 def test_every_step_has_one_row_whoever_was_killed(job, uninterrupted, tmp_path):

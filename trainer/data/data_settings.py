@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from enum import Enum
 from typing import Annotated, Any
 
@@ -130,12 +131,24 @@ class Data(Section):
     """folder of token caches; null: none is kept"""
     workers: Annotated[int | None, AT_LEAST_1]
     """processes that tokenise; null: one a CPU core where there is enough to do"""
+    today: str | None
+    """the day that a chat template with strftime_now tells, YYYY-MM-DD; null: that on which the run begins, which a
+    resumed run keeps"""
 
     def problems(self, config):
         problems = source_problems(self)
         if self.over_length is OverLength.split and self.format not in (Format.auto, Format.text):
             problems.append(f"data.over_length=split cuts plain text; data.format={self.format.value} cannot be split")
+        if self.today is not None and not _is_day(self.today):
+            problems.append(f"data.today={self.today}: must be a day, YYYY-MM-DD, or null for the day of the run")
         return problems
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from trainer.training.weights import trainable_hash
 
 if TYPE_CHECKING:
     from trainer.config.schema import Config
+    from trainer.data.data_settings import Data
     from trainer.run.build import Ready
     from trainer.run.prepare import Prepared
 
@@ -49,6 +51,11 @@ class Beginning:
     changed: tuple[str, ...] = ()
     """settings that it was forced to go on with"""
     forced: bool = False
+
+    def day(self, data: Data) -> str:
+        """What chat templates are told: a run keeps the day on which it began."""
+        known = None if self.manifest is None else self.manifest.get("today")
+        return data.today or known or date.today().isoformat()
 
     def check_not_past(self, num_steps: int) -> None:
         """Raises StorageError where the run has done more steps than it shall have now."""
@@ -166,6 +173,7 @@ def _data(prepared: Prepared) -> dict[str, Any]:
     return {
         "data_hash": prepared.train_set.content_hash(),
         "data_files": files,
+        "today": prepared.today,
         "asked_as": asked_as(prepared.counts),
     }
 

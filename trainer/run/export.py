@@ -48,7 +48,7 @@ def held_out_answers(ready: Ready, end_tokens: list[int], count: int) -> list[di
     Without an adapter the base is gone, so only the trained model answers.
     """
     prepared, model = ready.prepared, ready.loop.model
-    encoder = Encoder(prepared.tokenizer, TrainOn.assistant)
+    encoder = Encoder(prepared.tokenizer, TrainOn.assistant, today=prepared.today)
     answers = []
     for opening in openings(prepared.held_out, count):
         prompt = encoder.prompt(opening.asked, opening.tools)

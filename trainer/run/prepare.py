@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,8 @@ class Prepared:
     device: torch.device
     dtypes: Dtypes
     tokenizer: PreTrainedTokenizerBase
+    today: str
+    """what chat templates are told, YYYY-MM-DD"""
     config: PretrainedConfig
     skeleton: PreTrainedModel
     train_set: Tokens | RowStream
@@ -66,7 +68,8 @@ class Prepared:
 
 def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
     """Device, tokenizer, data and the model's shape. Raises TrainerError for all that a user can get wrong there."""
-    config = run.config
+    data = replace(run.config.data, today=beginning.day(run.config.data))
+    config = replace(run.config, data=data)
     device = find_device(config.device)
     dtypes = config.precision.build(device)
     config.loss.check(device)
@@ -113,6 +116,7 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
         device=device,
         dtypes=dtypes,
         tokenizer=tokenizer,
+        today=data.today,
         config=model_config,
         skeleton=shape,
         train_set=train_set,

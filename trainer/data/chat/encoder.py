@@ -50,10 +50,12 @@ class Encoder:
         chosen: str | None = None,
         train_part: TrainPart = TrainPart.all,
         empty_answers: EmptyAnswers = EmptyAnswers.train,
+        today: str | None = None,
     ):
-        """`chosen`: data.chat_template where that is where the tokenizer has its template from."""
+        """`chosen`: data.chat_template where that is where the tokenizer has its template from; `today`: what the
+        template's strftime_now tells, None for the real day."""
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, chosen)
+        self.template = ChatTemplate(tokenizer, chosen, today)
         self.train_on, self.train_part, self.empty_answers = train_on, train_part, empty_answers
         self.aside = Aside(tokenizer)
         self.special_ids = self.aside.special_ids

@@ -43,6 +43,9 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 WARM = r"{{ '\N{BULLET}' | wordwrap(1) | striptags }}{{ strftime_now('%Z') }}{{ raise_exception('') }}"
 """Rendered before files are closed to it: Python reads modules and the time zone where they are first needed."""
 
+DAY = "_day"
+"""Among a template's values: what strftime_now tells, YYYY-MM-DD."""
+
 SAID = 2000
 """Characters of an error, which may be a template's."""
 
@@ -83,8 +86,11 @@ def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def now(format: str) -> str:
-    return datetime.now().strftime(format)
+@jinja2.pass_context
+def now(context: jinja2.runtime.Context, format: str) -> str:
+    """Today, or the midnight of the day that the run says (DAY)."""
+    day = context.get(DAY)
+    return (datetime.now() if day is None else datetime.fromisoformat(day)).strftime(format)
 
 
 class Dict:

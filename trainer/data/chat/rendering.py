@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from trainer.data.chat.jinja_process import DAY
 from trainer.data.chat.messages import THOUGHTS, BadRow, Message
 from trainer.data.chat.sandbox import BrokenTemplate, RanAway, TemplateRefuses, sandbox
 from trainer.errors import DataError, ModelError, TrainerError
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 class ChatTemplate:
     """The template of a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chosen: str | None):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chosen: str | None, today: str | None = None):
+        """`today`: the day that strftime_now tells, YYYY-MM-DD; None: the real one."""
+        self.tokenizer, self.today = tokenizer, today
         self.what = f"data.chat_template={chosen}"
         self._error: type[TrainerError] = DataError
         if chosen is None:
@@ -47,7 +49,7 @@ class ChatTemplate:
 
         def render(messages: list[Message], generation_prompt: bool = False) -> str:
             values = {"messages": [_with_thoughts(m) for m in messages], "tools": tools, "documents": None}
-            values |= {"add_generation_prompt": generation_prompt, **self._special}
+            values |= {"add_generation_prompt": generation_prompt, DAY: self.today, **self._special}
             try:
                 return sandbox().render(template, values)
             except RanAway as error:

@@ -53,7 +53,7 @@ def cache_key(data: Data, content: str, tokenizer: PreTrainedTokenizerBase) -> s
     chat_template = json.dumps(tokenizer.chat_template)
     return _hash_of(
         shape_hash(data, content, tokenizer),
-        date.today().isoformat() if "strftime_now" in chat_template else "",
+        (data.today or date.today().isoformat()) if "strftime_now" in chat_template else "",
         transformers.__version__,
         tokenizers.__version__,
         jinja2.__version__,

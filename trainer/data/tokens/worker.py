@@ -61,7 +61,9 @@ class Worker:
         self.data, self.path = data, path
         template = row_template(data.row_template) if data.row_template is not None else None
         self.reader = RowReader(data.format, dict(data.columns), dict(data.roles), template)
-        self.encoder = Encoder(tokenizer, data.train_on, data.chat_template, data.train_part, data.empty_answers)
+        self.encoder = Encoder(
+            tokenizer, data.train_on, data.chat_template, data.train_part, data.empty_answers, data.today
+        )
 
     def block(self, piece: Piece) -> TokenBlock:
         """The samples of a piece's rows. Raises DataError for what ends the whole source."""
