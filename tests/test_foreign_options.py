@@ -9,10 +9,13 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.bench._memory_step import real_step, worst_shape
+from tests.factories import largest_difference
 from tests.support import metrics, train_here
 from trainer import registry
+from trainer.__main__ import dispatch
 from trainer.config.compose import compose
 from trainer.config.own import OWN, bring_along
 from trainer.config.shelf import all_options
@@ -23,6 +26,8 @@ from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 
 OPTIONS = '''
 from dataclasses import dataclass
+
+import torch
 
 from trainer.model.adapters import Adapter, decoder_linears
 from trainer.model.checkpointing import Checkpointing
@@ -97,25 +102,20 @@ class Rows(Quant):
         return None
 
     def linear(self, linear, compute_dtype, device):
-        return make(linear, compute_dtype).to(device)
+        return RowsLinear(linear, compute_dtype).to(device)
 
 
-def make(linear, compute_dtype):
-    import torch
+class RowsLinear(torch.nn.Linear):
+    def __init__(self, linear, compute_dtype):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((weight / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale.to(compute_dtype), persistent=False)
 
-    class RowsLinear(torch.nn.Linear):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-            scale = linear.weight.detach().float().abs().amax(1, keepdim=True) / 127
-            codes = (linear.weight.detach().float() / scale).round().to(torch.int8)
-            self.weight = torch.nn.Parameter(codes, requires_grad=False)
-            self.register_buffer("scale", scale.to(compute_dtype), persistent=False)
-
-        def forward(self, x):
-            return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
-
-    return RowsLinear()
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
 '''
 
 YAMLS = {
@@ -151,6 +151,7 @@ def brought(tmp_path, monkeypatch):
 BASE = ["recipe=quickstart", "device=cpu", "precision=fp32", "data.max_length=128", "train.micro_batch_tokens=256"]
 RUN = [
     "train.max_steps=2",
+    "train.log_every=1",
     "train.save_every=1",
     "train.compare_prompts=0",
     "data.eval_fraction=0",
@@ -165,6 +166,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("choice", "more"), CHOICES.items(), ids=CHOICES)
 def test_a_foreign_option_plans_trains_and_resumes(brought, choice, more):
     """The prediction beside the live storages of a real step; the second half of a run beside the whole."""
@@ -178,12 +180,12 @@ def test_a_foreign_option_plans_trains_and_resumes(brought, choice, more):
     train_here([*words, "train.resume=force"], brought / "halves")
     losses = [[row["loss"] for row in metrics(brought / name)] for name in ("whole", "halves")]
     assert losses[0] == losses[1] and len(losses[0]) == 2
+    ends = [load_file(brought / name / "adapter" / "adapter_model.safetensors") for name in ("whole", "halves")]
+    assert largest_difference(*ends) == 0
 
 
 def test_they_are_listed_and_are_rows_of_other_plans(brought, capsys):
-    from trainer.__main__ import main
-
-    assert main(["--help", "--options", "foreign_options.py"]) == 0
+    assert dispatch(["--help", "--options", "foreign_options.py"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("adafactor", "adagrad", "dora", "again", "rows"))
     rows = {row.change: row.needed for row in whatif.rows(Planner(compose(BASE).config), all_options())}

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.errors import ModelError
+from trainer.model.adapters import decoder_linears
 from trainer.model.families import IN_WHOLE, TEXT_KEYS, check_unread, text_config
 from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
@@ -180,12 +181,13 @@ def _from_files(
     _fetch(source)
     own = _own_config(model, source)
     _fill(model, source).check_shapes(skeleton(config, model.trust_remote_code))
+    quantization = quant.config(dtypes.compute)
     with loading(f"{source.asked}: the weights cannot be loaded"):
         base, report = AutoModelForCausalLM.from_pretrained(
             source.folder,
             config=config,
             dtype=dtypes.compute,
-            quantization_config=quant.config(dtypes.compute),
+            quantization_config=quantization,
             device_map={"": device},
             attn_implementation=attention,
             use_safetensors=True,
@@ -200,6 +202,11 @@ def _from_files(
             f"parameters are not in the files, such as {missing[0]}."
         )
     check_unread(report["unexpected_keys"], own.model_type, type(base), source.asked)
+    if quantization is None:  # transformers does not know it: the option makes its layers itself
+        for name in decoder_linears(base):
+            parent, _, child = name.rpartition(".")
+            holder = base.get_submodule(parent)
+            setattr(holder, child, quant.linear(getattr(holder, child), dtypes.compute, device))
     return named(base, source)
 
 
