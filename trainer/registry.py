@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from trainer.config.schema import Config
+from typing import Any, TypeVar
 
 Option = TypeVar("Option", bound=type)
 
@@ -24,10 +21,11 @@ OPTIONS: dict[str, dict[str, type]] = {}
 class Section:
     """Base of every section's options: an option answers for itself."""
 
-    def problems(self, config: Config) -> list[str]:
+    def problems(self, config: Any) -> list[str]:
         """What clashes with the rest of the configuration, each with its reason and the way out.
 
-        It asks what the other options can do (`adapter.trains_base`), not which they are.
+        `config` is all of it. What is asked of other options is what they can do (`adapter.trains_base`), not which
+        they are.
         """
         return []
 

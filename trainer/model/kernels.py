@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from trainer.device.measure import Memory
     from trainer.model.checkpointing import Checkpointing
     from trainer.model.precision import Dtypes
-    from trainer.training.losses import Loss
+
+    SummedLoss = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
+    """Sum of the loss over a micro-batch's targets."""
 
 COMPILERS = ("g++", "clang++", "c++")
 SAVED_TOLERANCE = 1.05, 256 * 1024
@@ -57,7 +60,9 @@ class Kernels(Section, ABC):
     def install(self, base: PreTrainedModel) -> None:
         """Sets the blocks of the adapted model up, which have their checkpointing policy."""
 
-    def verify(self, base: PreTrainedModel, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory) -> None:
+    def verify(
+        self, base: PreTrainedModel, summed_loss: SummedLoss, dtypes: Dtypes, batch: MicroBatch, memory: Memory
+    ) -> None:
         """Raises ModelError where the blocks as set up keep more for backward than their policy says."""
 
     def graphs(self) -> int | None:
@@ -136,14 +141,14 @@ class Compiled(Kernels):
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(_run_compiled, policy, compiled)
 
-    def verify(self, base, loss, dtypes, batch, memory):
+    def verify(self, base, summed_loss, dtypes, batch, memory):
         import torch
 
         was_training = base.training
         base.train()
         with torch.compiler.set_stance("force_eager"):
-            eager = _kept_bytes(base, loss, dtypes, batch, memory)
-        compiled = _kept_bytes(base, loss, dtypes, batch, memory)
+            eager = _kept_bytes(base, summed_loss, dtypes, batch, memory)
+        compiled = _kept_bytes(base, summed_loss, dtypes, batch, memory)
         base.train(was_training)
         factor, slack = SAVED_TOLERANCE
         if compiled > factor * eager + slack:
@@ -164,7 +169,7 @@ class Compiled(Kernels):
 
 @option("kernels", "liger")
 @dataclass
-class Liger(Kernels):
+class LigerKernels(Kernels):
     """Liger's Triton kernels (Hsu et al. 2024) for norms, rotary embedding and SwiGLU, as transformers applies them."""
 
     def check(self, device):
@@ -221,13 +226,13 @@ def _run_compiled(policy, compiled, call: partial, *args):
     return policy(partial(compiled, *bound, **call.keywords), *args)
 
 
-def _kept_bytes(base, loss: Loss, dtypes: Dtypes, batch: MicroBatch, memory: Memory) -> int:
+def _kept_bytes(base, summed_loss: SummedLoss, dtypes: Dtypes, batch: MicroBatch, memory: Memory) -> int:
     """Bytes between a micro-batch's forward and backward pass, in the second of two: the first compiles."""
     kept = 0
     for _ in range(2):
         before = memory.read().allocated
         with dtypes.autocast():
-            total = loss.sum(base, batch)
+            total = summed_loss(base, batch)
         kept = memory.read().allocated - before
         total.backward()
         base.zero_grad(set_to_none=True)

@@ -56,7 +56,7 @@ class Quant(Section, ABC):
         """
         from trainer.model.standins import without_values
 
-        return without_values(self, linear, compute_dtype)
+        return without_values(self.linear, linear, compute_dtype)
 
     def mark(self, base: torch.nn.Module) -> None:
         """Says on a base that `assemble` made what `from_pretrained` says on one that it quantises."""

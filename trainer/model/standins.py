@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
 
 from trainer.model.int8 import frozen_forward
-
-if TYPE_CHECKING:
-    from trainer.model.quant import Quant
 
 BLOCK, SCALE_BLOCK = 64, 256
 """Weights that share a scale; scales that share a second one (Dettmers et al. 2023, section 3)."""
@@ -25,6 +22,8 @@ SAMPLE = 256
 """Rows and columns of a layer that is quantised to see what one holds, where that cannot be done without values."""
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+Quantise = Callable[[torch.nn.Linear, torch.dtype, torch.device], torch.nn.Module]
+"""A linear layer's quantised twin, on a device."""
 
 
 class Standin(ABC):
@@ -176,22 +175,22 @@ class StandinOfSize(Standin, torch.nn.Linear):
         return self.weight.new_empty((self.out_features, self.in_features), dtype=self.compute_dtype)
 
 
-def without_values(quant: Quant, linear: torch.nn.Linear, compute_dtype: torch.dtype) -> torch.nn.Module:
+def without_values(quantise: Quantise, linear: torch.nn.Linear, compute_dtype: torch.dtype) -> torch.nn.Module:
     """The quantised twin of a layer on the meta device, or one of its size."""
     try:
-        return quant.linear(linear, compute_dtype, torch.device("meta"))
+        return quantise(linear, compute_dtype, torch.device("meta"))
     except Exception:  # whatever code that reads values meets where there are none
-        return StandinOfSize(linear, _bytes_a_weight(quant, compute_dtype), compute_dtype)
+        return StandinOfSize(linear, _bytes_a_weight(quantise, compute_dtype), compute_dtype)
 
 
-def _bytes_a_weight(quant: Quant, compute_dtype: torch.dtype) -> float:
+def _bytes_a_weight(quantise: Quantise, compute_dtype: torch.dtype) -> float:
     """Bytes that a real layer holds for each weight once it is quantised."""
     with torch.device("cpu"):
         sample = torch.nn.Linear(SAMPLE, SAMPLE, bias=False, device="meta", dtype=compute_dtype)
         sample.to_empty(device="cpu")
         values = torch.linspace(-1, 1, SAMPLE**2, dtype=compute_dtype).view(SAMPLE, SAMPLE)
         sample.weight = torch.nn.Parameter(values, requires_grad=False)
-        quantised = quant.linear(sample, compute_dtype, torch.device("cpu"))
+        quantised = quantise(sample, compute_dtype, torch.device("cpu"))
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(quantised, set())}
     return sum(storages.values()) / SAMPLE**2
 

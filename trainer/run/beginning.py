@@ -8,26 +8,18 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainer.config.saved import Run, differences, load_run, save_run
 from trainer.data.sources.file_marks import FileMark, changes
-from trainer.data.tokens.counts import asked_as
 from trainer.data.tokens.row_stream import RowStream
 from trainer.data.tokens.tokenize import Tokens
-from trainer.device.find import hardware
 from trainer.errors import StorageError
-from trainer.tracking.run_folder import RunFolder, git_commit, new_run_id, versions
-from trainer.training.checkpoint import Checkpoints, load_checkpoint, load_state
-from trainer.training.state import State, rng_state
+from trainer.tracking.run_folder import RunFolder, new_run_id
+from trainer.training.checkpoint import Checkpoints, load_state
+from trainer.training.state import State
 from trainer.training.train_settings import Resume
-from trainer.training.weights import trainable_hash
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Config
     from trainer.data.data_settings import Data
-    from trainer.run.build import Ready
-    from trainer.run.prepare import Prepared
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
@@ -75,7 +67,7 @@ class Beginning:
             then = {name: FileMark(**mark) for name, mark in known.get("data_files", {}).items()}
         except TypeError:
             then = {}
-        marks = _marks(train_set)
+        marks = marks_of(train_set)
         changed = "; ".join(changes(then, marks)) or "its samples would come in another order"
         text = (
             f"output_dir={self.run_dir}: the training data has changed since the run began: {changed}. Put the data "
@@ -137,47 +129,6 @@ def take_folder(run: Run, folder: RunFolder) -> None:
     save_run(run, folder.path)
 
 
-def restore(run: Run, beginning: Beginning, folder: RunFolder, ready: Ready) -> dict[str, torch.Tensor]:
-    """Puts everything of the checkpoint back, or writes a fresh run's manifest; returns the generators' states."""
-    prepared = ready.prepared
-    if beginning.checkpoint is None:
-        folder.write("manifest.json", _manifest(run.config, ready, beginning.run_id))
-        return rng_state(prepared.device)
-    rng = load_checkpoint(beginning.checkpoint, ready.adapted, ready.loop.optimizer, prepared.device, beginning.changed)
-    take_folder(run, folder)  # not before: a run that cannot go on leaves it as it was
-    if beginning.manifest is not None and beginning.forced:
-        folder.write("manifest.json", {**beginning.manifest, **_data(prepared)})  # what it goes on with
-    return rng
-
-
-def _manifest(config: Config, ready: Ready, run_id: str) -> dict[str, Any]:
-    """What the run is made from."""
-    prepared = ready.prepared
-    return {
-        "run_id": run_id,
-        "versions": versions(),
-        "git_commit": git_commit(),
-        "model": config.model.path,
-        "model_revision": getattr(prepared.config, "_commit_hash", None) or config.model.revision,
-        "weights": config.model.weights.value,
-        **_data(prepared),
-        "seed": config.seed,
-        "fresh_adapter_hash": trainable_hash(ready.adapted),
-        "hardware": hardware(prepared.device),
-    }
-
-
-def _data(prepared: Prepared) -> dict[str, Any]:
-    """What the manifest knows the data by, for a run that goes on with other data is refused, and how such rows ask."""
-    files = {name: mark.to_json() for name, mark in _marks(prepared.train_set).items()}
-    return {
-        "data_hash": prepared.train_set.content_hash(),
-        "data_files": files,
-        "today": prepared.today,
-        "asked_as": asked_as(prepared.counts),
-    }
-
-
-def _marks(train_set: Tokens | RowStream) -> dict[str, FileMark]:
+def marks_of(train_set: Tokens | RowStream) -> dict[str, FileMark]:
     """Of the files of a stream; what is read whole is known by its tokens."""
     return train_set.marks if isinstance(train_set, RowStream) else {}

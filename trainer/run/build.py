@@ -18,7 +18,7 @@ from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base
 from trainer.model.new_tokens import grow
 from trainer.model.offload.activations import Mover
-from trainer.model.offload.block_stream import Stream
+from trainer.model.offload.block_stream import BlockStream
 from trainer.model.offload.streamed_base import streamed_base
 from trainer.run.clock import Clock
 from trainer.run.prepare import Prepared
@@ -44,7 +44,7 @@ class Ready:
     attention: str
     trainable_parameters: int
     total_parameters: int
-    stream: Stream | None
+    stream: BlockStream | None
     """what brings the frozen blocks"""
     mover: Mover | None
     """what keeps block inputs in host memory"""
@@ -103,7 +103,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
     return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover)
 
 
-def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTrainedModel, Stream | None]:
+def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTrainedModel, BlockStream | None]:
     """The frozen base, on the device or streamed to it."""
     what = (config.model, prepared.config, config.quant, prepared.dtypes, prepared.device, attention)
     if prepared.source is None:
@@ -130,4 +130,4 @@ def _check(config: Config, prepared: Prepared, loop: Loop, clock: Clock) -> None
     if config.kernels.graphs() is not None:
         with clock.stage("compilation"):
             batch = collate(*prepared.steps.fullest(), config.packing.packed).to(prepared.device)
-            config.kernels.verify(loop.model, config.loss, loop.dtypes, batch, loop.memory)
+            config.kernels.verify(loop.model, config.loss.sum, loop.dtypes, batch, loop.memory)

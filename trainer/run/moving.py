@@ -12,7 +12,7 @@ from trainer.units import GIB
 
 if TYPE_CHECKING:
     from trainer.memory.run_plan import RunMemory
-    from trainer.model.offload.block_stream import Stream
+    from trainer.model.offload.block_stream import BlockStream
     from trainer.run.build import Ready
     from trainer.run.journal import Journal
 
@@ -41,7 +41,7 @@ def told(ready: Ready, journal: Journal) -> Callable[[], None]:
     return after_step
 
 
-def _say_where(screen: Screen, stream: Stream, plan: RunMemory) -> None:
+def _say_where(screen: Screen, stream: BlockStream, plan: RunMemory) -> None:
     """What of the frozen blocks, and for files how fast the disk is."""
     depth = len(stream.blocks)
     sizes = [block.size for block in stream.blocks]

@@ -26,7 +26,7 @@ from trainer.model.families import rotary_boundary
 from trainer.model.fused.tiles import check_tiles
 from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.base import decoder_in_whole, load_config, load_tokenizer
-from trainer.model.offload.block_stream import Source
+from trainer.model.offload.block_stream import BlockSource
 from trainer.model.precision import Dtypes
 from trainer.run.beginning import Beginning
 from trainer.run.clock import Clock
@@ -54,7 +54,7 @@ class Prepared:
     """one a source, of a stream for its first window; data.eval_path's comes last"""
     steps: TrainingSteps | StreamedSteps
     plan: RunMemory
-    source: Source | None
+    source: BlockSource | None
     """where the frozen blocks are to lie, if not on the device"""
     decoder_in_whole: str | None
     """what the text decoder is called where the model's folder is more than one"""

@@ -16,13 +16,14 @@ from trainer.memory.advice.out_of_memory import advising
 from trainer.memory.advice.report import short_plan
 from trainer.memory.memory_probe import probe_memory, wanted
 from trainer.run import moving
-from trainer.run.beginning import Beginning, decide, restore, stays
+from trainer.run.beginning import Beginning, decide, stays
 from trainer.run.build import Ready, build
 from trainer.run.clock import Clock
 from trainer.run.disk import full_disk, leaving_nothing
 from trainer.run.export import export_result
 from trainer.run.journal import Journal, keeping_journal
 from trainer.run.prepare import prepare
+from trainer.run.restore import restore
 from trainer.run.screen_tables import start_table
 from trainer.run.watchers import recorded_allocations, told_compilations
 from trainer.tracking.console import Screen, quiet_libraries

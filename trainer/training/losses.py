@@ -162,7 +162,7 @@ class GpuKernel(TargetsOnly):
 
 @option("loss", "liger")
 @dataclass
-class Liger(GpuKernel):
+class LigerLoss(GpuKernel):
     """Liger's fused linear cross-entropy (Hsu et al. 2024): gradients are made in the forward pass, by chunks."""
 
     name, module, package = "liger", "liger_kernel", "liger-kernel"

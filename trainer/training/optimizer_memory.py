@@ -12,19 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.model.live_storages import LiveStorages, rounded
 
-if TYPE_CHECKING:
-    from trainer.training.optimizers import Optim
-
 SMALL = 2**16
 """Numbers in a parameter that is stepped on real values; a larger one is measured by smaller ones."""
 
+Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Shape = tuple[int, ...]
 Sizes = tuple[int, int]
 """Bytes of state, and of the workspace."""
@@ -39,33 +36,33 @@ class OptimizerMemory:
     """what a step needs beside weights, gradients and state"""
 
 
-def measured(optim: Optim, parameters: Iterable[torch.nn.Parameter], device_type: str) -> OptimizerMemory:
+def measured(build: Build, parameters: Iterable[torch.nn.Parameter], device_type: str) -> OptimizerMemory:
     """State and workspace of an optimizer over these (meta) parameters."""
     counts = Counter(tuple(p.shape) for p in parameters)
     if not counts:
         return OptimizerMemory(0, 0)
     try:
-        state, workspace = _on_fakes(optim, counts, device_type)
+        state, workspace = _on_fakes(build, counts, device_type)
     except Exception:  # whatever an optimizer that reads values meets where there are none
-        state, workspace = _on_values(optim, counts, device_type)
+        state, workspace = _on_values(build, counts, device_type)
     return OptimizerMemory(sum(state[shape] * number for shape, number in counts.items()), workspace)
 
 
-def _on_fakes(optim: Optim, counts: Counter[Shape], device_type: str) -> tuple[dict[Shape, int], int]:
+def _on_fakes(build: Build, counts: Counter[Shape], device_type: str) -> tuple[dict[Shape, int], int]:
     """State bytes of a parameter of each shape, and the workspace, from fake tensors of full size."""
-    state, one = _fake_trial(optim, list(counts), device_type)
-    _, two = _fake_trial(optim, [shape for shape in counts for _ in range(2)], device_type)
+    state, one = _fake_trial(build, list(counts), device_type)
+    _, two = _fake_trial(build, [shape for shape in counts for _ in range(2)], device_type)
     if two > 1.5 * one:  # all parameters at once: it grows with their number
         numbers = sum(prod(shape) * number for shape, number in counts.items())
         return state, one * numbers // sum(prod(shape) for shape in counts)
     return state, one
 
 
-def _fake_trial(optim: Optim, shapes: list[Shape], device_type: str) -> tuple[dict[Shape, int], int]:
+def _fake_trial(build: Build, shapes: list[Shape], device_type: str) -> tuple[dict[Shape, int], int]:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes:
         parameters = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
-    optimizer = optim.build(parameters)  # not under fakes: bitsandbytes reads the values of its code tables
+    optimizer = build(parameters)  # not under fakes: bitsandbytes reads the values of its code tables
     opaque = hasattr(optimizer, "init_state")  # bitsandbytes: its update is one call, which fakes cannot follow
     with fakes:
         if opaque:
@@ -75,15 +72,15 @@ def _fake_trial(optim: Optim, shapes: list[Shape], device_type: str) -> tuple[di
         state = {tuple(p.shape): _state(optimizer, p, device_type) for p in parameters}
     if opaque:  # its CUDA kernels work in place; on a CPU it takes one parameter at a time
         largest = max(parameter.numel() for parameter in parameters)
-        workspace = 0 if device_type == "cuda" else _sizes(optim, (SMALL,), "cpu")[1] * largest // SMALL
+        workspace = 0 if device_type == "cuda" else _sizes(build, (SMALL,), "cpu")[1] * largest // SMALL
     return state, workspace
 
 
-def _on_values(optim: Optim, counts: Counter[Shape], device_type: str) -> tuple[dict[Shape, int], int]:
+def _on_values(build: Build, counts: Counter[Shape], device_type: str) -> tuple[dict[Shape, int], int]:
     """The same from real tensors, a shape by itself: at full size where that is small, else by smaller ones."""
-    sizes = {shape: _extrapolated(shape, lambda shape: _sizes(optim, shape, device_type)) for shape in counts}
+    sizes = {shape: _extrapolated(shape, lambda shape: _sizes(build, shape, device_type)) for shape in counts}
     largest = max(sizes, key=lambda shape: sizes[shape][1])
-    one, two, three = (_sizes(optim, _shrunk(largest), device_type, number)[1] for number in (1, 2, 3))
+    one, two, three = (_sizes(build, _shrunk(largest), device_type, number)[1] for number in (1, 2, 3))
     workspace = sizes[largest][1]
     if three > 1.25 * two:  # all at once
         workspace = workspace * sum(prod(shape) * number for shape, number in counts.items()) // prod(largest)
@@ -92,10 +89,10 @@ def _on_values(optim: Optim, counts: Counter[Shape], device_type: str) -> tuple[
     return {shape: state for shape, (state, _) in sizes.items()}, workspace
 
 
-def _sizes(optim: Optim, shape: Shape, device_type: str, number: int = 1) -> Sizes:
+def _sizes(build: Build, shape: Shape, device_type: str, number: int = 1) -> Sizes:
     # Any values will do; random ones would move the generator that the run draws from.
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, prod(shape)).view(shape)) for _ in range(number)]
-    optimizer = optim.build(parameters)
+    optimizer = build(parameters)
     workspace = _second_step(optimizer, parameters, device_type)
     return _state(optimizer, parameters[0], device_type), workspace
 

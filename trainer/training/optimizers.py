@@ -38,7 +38,7 @@ class Optim(Section, ABC):
         """Bytes of its state over these (meta) parameters and of a step's workspace: those of its real step."""
         from trainer.training.optimizer_memory import measured
 
-        return measured(self, parameters, device_type)
+        return measured(self.build, parameters, device_type)
 
     def groups(self, parameters: list[torch.nn.Parameter]) -> list[dict]:
         """Matrices with weight decay, vectors without."""

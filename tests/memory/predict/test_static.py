@@ -59,7 +59,7 @@ def test_optimizer_state_is_that_of_a_real_step(name):
     optim = compose([*BASE, f"optim={name}"]).config.optim
     shapes = [(128, 64), (128, 64), (16, 16), (300,)]
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    planned = measured(optim, [torch.nn.Parameter(p.detach().to("meta")) for p in parameters], "cpu")
+    planned = measured(optim.build, [torch.nn.Parameter(p.detach().to("meta")) for p in parameters], "cpu")
     optimizer = optim.build(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -75,7 +75,7 @@ def test_optimizer_state_is_that_of_a_real_step(name):
 
 def test_8_bit_state_is_2_03_bytes_a_parameter():
     optim = compose([*BASE, "optim=adamw_8bit"]).config.optim
-    planned = measured(optim, [torch.nn.Parameter(torch.empty(4096, 1024, device="meta"))], "cuda")
+    planned = measured(optim.build, [torch.nn.Parameter(torch.empty(4096, 1024, device="meta"))], "cuda")
     assert planned.state / (4096 * 1024) == pytest.approx(2.03, abs=0.005)
     assert planned.workspace == 0
 
@@ -83,6 +83,6 @@ def test_8_bit_state_is_2_03_bytes_a_parameter():
 def test_adamw_on_cuda_works_on_all_parameters_at_once():
     optim = compose([*BASE, "optim=adamw"]).config.optim
     parameters = [torch.nn.Parameter(torch.empty(64, 64, device="meta")) for _ in range(10)]
-    together = measured(optim, parameters, "cuda").workspace
-    one_by_one = measured(optim, parameters, "cpu").workspace
+    together = measured(optim.build, parameters, "cuda").workspace
+    one_by_one = measured(optim.build, parameters, "cpu").workspace
     assert together >= 10 * 64 * 64 * 4 > one_by_one

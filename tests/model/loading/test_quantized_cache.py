@@ -18,6 +18,7 @@ from trainer.config.compose import compose
 from trainer.errors import ConfigError
 from trainer.model.loading import base as load
 from trainer.model.loading import quantized_cache
+from trainer.model.loading.model_source import ModelSource
 from trainer.model.model_settings import Weights
 from trainer.model.precision import Dtypes
 
@@ -135,8 +136,8 @@ def test_a_sources_hash_is_made_once_while_nothing_touches_it(tmp_path, monkeypa
 
 def test_a_hub_models_entry_is_named_by_its_commit(tiny, monkeypatch):
     def key(commit, path="owner/name"):
-        found = load.hub.Snapshot(path, commit, tiny.path, None)
-        return quantized_cache._key(load.Source(tiny.path, "model.path=x", found), config, torch.float32, CPU)
+        found = load.hub.HubSnapshot(path, commit, tiny.path, None)
+        return quantized_cache._key(ModelSource(tiny.path, "model.path=x", found), config, torch.float32, CPU)
 
     config = option("quant", "nf4").config(torch.float32)
     hashed, real = [], quantized_cache._sha256

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from trainer.model.loading import hub
 from trainer.model.loading.architecture import building, check_fields, loading, skeleton, written_config
 from trainer.model.loading.assemble import FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
+from trainer.model.loading.model_source import ModelSource
 from trainer.model.loading.quantized_cache import through_cache
 from trainer.model.model_settings import Weights
 from trainer.model.precision import Dtypes
@@ -37,21 +37,7 @@ if TYPE_CHECKING:
     from trainer.model.quant import Quant
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a pretrained model lies."""
-
-    folder: Path
-    asked: str
-    """how the user named it, for messages"""
-    hub: hub.Snapshot | None
-
-    @property
-    def commit(self) -> str | None:
-        return self.hub.commit if self.hub is not None else None
-
-
-def find(model: Model) -> Source:
+def find(model: Model) -> ModelSource:
     """The model's folder, its configuration and tokenizer in it; weights may still be on the hub.
 
     Raises ModelError for what is not there, or not to be loaded: pickled weights, an index that leads out of the
@@ -61,11 +47,11 @@ def find(model: Model) -> Source:
     asked = f"model.path={model.path}"
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists() or path.count("/") > 1
     if looks_local:
-        source = Source(Path(os.path.abspath(os.path.expanduser(path))), asked, None)
+        source = ModelSource(Path(os.path.abspath(os.path.expanduser(path))), asked, None)
         check_folder(source.folder, asked)
     else:
         found = hub.snapshot(path, model.revision)
-        source = Source(found.folder, asked, found)
+        source = ModelSource(found.folder, asked, found)
         hub.check_space(found, weight_files(found.folder, asked))
     _check_code(model, source)
     return source
@@ -171,7 +157,7 @@ def _pretrained_base(
 
 def _from_files(
     model: Model,
-    source: Source,
+    source: ModelSource,
     config: PretrainedConfig,
     quant: Quant,
     dtypes: Dtypes,
@@ -210,14 +196,14 @@ def _from_files(
     return named(base, source)
 
 
-def _fetch(source: Source) -> None:
+def _fetch(source: ModelSource) -> None:
     """Downloads the weights of a model on the hub."""
     if source.hub is not None:
         hub.download_weights(source.hub, weight_files(source.folder, source.asked))
         check_folder(source.folder, source.asked)
 
 
-def from_files(model: Model, source: Source) -> FromFiles:
+def from_files(model: Model, source: ModelSource) -> FromFiles:
     """What fills modules one by one from the model's files, where the base is never whole on the device."""
     _fetch(source)
     fill, own = _fill(model, source), _own_config(model, source)
@@ -227,18 +213,18 @@ def from_files(model: Model, source: Source) -> FromFiles:
     return fill
 
 
-def _fill(model: Model, source: Source) -> FromFiles:
+def _fill(model: Model, source: ModelSource) -> FromFiles:
     renamed = text_config(_own_config(model, source), source.asked)[1]
     return FromFiles(source.folder, weight_files(source.folder, source.asked), renamed, source.asked)
 
 
-def named(base: PreTrainedModel, source: Source) -> PreTrainedModel:
+def named(base: PreTrainedModel, source: ModelSource) -> PreTrainedModel:
     """What the adapter's files name as its base is the hub's model or the user's folder, never one of a cache."""
     base.name_or_path = base.config._name_or_path = source.hub.path if source.hub is not None else str(source.folder)
     return base
 
 
-def _own_config(model: Model, source: Source) -> PretrainedConfig:
+def _own_config(model: Model, source: ModelSource) -> PretrainedConfig:
     return _read_config(source.folder, source.asked, model.trust_remote_code)
 
 
@@ -251,7 +237,7 @@ def _read_config(folder: Path, asked: str, trust_remote_code: bool = False) -> P
     return config
 
 
-def _check_code(model: Model, source: Source) -> None:
+def _check_code(model: Model, source: ModelSource) -> None:
     """Raises ModelError for a model that brings code of its own, unless the command line asks for it by commit."""
     files = own_code(source.folder, source.asked)
     if not files or model.trust_remote_code:

@@ -31,7 +31,7 @@ SPARE = 1 << 28
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HubSnapshot:
     """One commit of one model, as it lies in the hub's cache."""
 
     path: str
@@ -43,7 +43,7 @@ class Snapshot:
 
 
 @cache
-def snapshot(path: str, revision: str | None) -> Snapshot:
+def snapshot(path: str, revision: str | None) -> HubSnapshot:
     """Finds the commit and brings its configuration and tokenizer files; no weights yet. Raises ModelError."""
     asked = f"model.path={path}" + (f", model.revision={revision}" if revision is not None else "")
     offline = constants.is_offline_mode()
@@ -74,10 +74,10 @@ def snapshot(path: str, revision: str | None) -> Snapshot:
         for name in small:
             hf_hub_download(path, name, revision=info.sha)
         _remember(path, revision, info.sha)
-    return Snapshot(path, info.sha, folder, sizes)
+    return HubSnapshot(path, info.sha, folder, sizes)
 
 
-def download_weights(found: Snapshot, names: list[str]) -> None:
+def download_weights(found: HubSnapshot, names: list[str]) -> None:
     """Brings the named weight files that are not in the cache yet. Raises ModelError, StorageError for no space."""
     missing = [name for name in names if not (found.folder / name).is_file()]
     if not missing:
@@ -95,7 +95,7 @@ def download_weights(found: Snapshot, names: list[str]) -> None:
             hf_hub_download(found.path, name, revision=found.commit)
 
 
-def check_space(found: Snapshot, names: list[str]) -> None:
+def check_space(found: HubSnapshot, names: list[str]) -> None:
     """Raises StorageError where these files would not fit the cache's disk."""
     needed = sum((found.sizes or {}).get(name, 0) for name in names if not (found.folder / name).is_file())
     free = shutil.disk_usage(found.folder).free
@@ -165,7 +165,7 @@ def _check_listing(asked: str, sizes: dict[str, int]) -> None:
         raise ModelError(f"{asked}: the repository holds {why}. It needs *.safetensors files.")
 
 
-def _cached(path: str, revision: str | None) -> Snapshot | None:
+def _cached(path: str, revision: str | None) -> HubSnapshot | None:
     """What the cache holds of this revision, or None."""
     try:
         config = try_to_load_from_cache(path, CONFIG, revision=revision)
@@ -174,10 +174,10 @@ def _cached(path: str, revision: str | None) -> Snapshot | None:
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    return Snapshot(path, folder.name, folder, None)
+    return HubSnapshot(path, folder.name, folder, None)
 
 
-def _complete(found: Snapshot) -> bool:
+def _complete(found: HubSnapshot) -> bool:
     """Whether the cache can do without the hub: there are weights, all that the index names, and a tokenizer."""
     names = weight_files(found.folder, f"model.path={found.path}")
     tokenizer = any(found.folder.glob("tokenizer*"))

@@ -29,7 +29,7 @@ from trainer.model.loading.folder import CONFIG, SINGLE, weight_files
 from trainer.units import GIB
 
 if TYPE_CHECKING:
-    from trainer.model.loading.base import Source
+    from trainer.model.loading.model_source import ModelSource
 
 MANIFEST, GENERATION = "manifest.json", "generation_config.json"
 SETTLED_SECONDS = 2
@@ -42,7 +42,7 @@ def say(text: str) -> None:
 
 
 def through_cache(
-    source: Source,
+    source: ModelSource,
     config: PretrainedConfig,
     quantization: Any,
     dtype: torch.dtype,
@@ -77,7 +77,7 @@ def _root() -> Path:
     return Path(os.path.expanduser(os.environ.get("TRAINER_CACHE", "~/.cache/trainer"))) / "models"
 
 
-def _key(source: Source, quantization: Any, dtype: torch.dtype, device: torch.device) -> str:
+def _key(source: ModelSource, quantization: Any, dtype: torch.dtype, device: torch.device) -> str:
     import bitsandbytes
     import transformers
 
@@ -153,7 +153,7 @@ def _open(
     return base
 
 
-def _store(base: PreTrainedModel, source: Source, folder: Path) -> int:
+def _store(base: PreTrainedModel, source: ModelSource, folder: Path) -> int:
     """Writes an entry; returns its bytes. Raises OSError."""
     tensors = _tensors(base)
     size = sum(tensor.nbytes for tensor in tensors.values())

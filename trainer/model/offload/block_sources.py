@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.errors import StorageError
-from trainer.model.offload.block_stream import Block, Place
+from trainer.model.offload.block_stream import BlockPlace, StreamedBlock
 from trainer.units import GIB
 
 
@@ -39,7 +39,7 @@ class HostSource:
         self._used = 0
         self._places: dict[int, tuple[int, int]] = {}
 
-    def put(self, block: Block) -> None:
+    def put(self, block: StreamedBlock) -> None:
         whole = torch.empty(block.size, dtype=torch.uint8)
         for place, tensor in zip(block.places, block.tensors().values(), strict=True):
             place.view(whole).copy_(tensor)
@@ -81,7 +81,7 @@ class FileSource:
         """Raises StorageError where `folder` cannot take `needed` bytes."""
         self.folder = folder
         self._files: dict[int, int] = {}
-        self._places: dict[int, list[tuple[int, Place]]] = {}
+        self._places: dict[int, list[tuple[int, BlockPlace]]] = {}
         self._stages: list[tuple[torch.Tensor, torch.cuda.Event]] | None = [] if device.type == "cuda" else None
         self._turn = 0
         try:
@@ -95,7 +95,7 @@ class FileSource:
                 "GiB free. Set offload.folder to a disk that has room."
             )
 
-    def put(self, block: Block) -> None:
+    def put(self, block: StreamedBlock) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in block.tensors().items()}
         handle, name = tempfile.mkstemp(prefix=f".block-{block.index:05d}-", suffix=".safetensors", dir=self.folder)
         os.close(handle)
@@ -107,7 +107,7 @@ class FileSource:
         finally:
             os.unlink(name)
 
-    def _open(self, block: Block, name: str) -> None:
+    def _open(self, block: StreamedBlock, name: str) -> None:
         file = os.open(name, os.O_RDONLY)
         self._files[block.index] = file
         os.fsync(file)

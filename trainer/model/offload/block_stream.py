@@ -29,7 +29,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """One tensor of a block: which attribute it is, and where it lies in a slot."""
 
     name: str
@@ -57,12 +57,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Block:
+class StreamedBlock:
     """What of one decoder block is streamed."""
 
     index: int
     linears: list[torch.nn.Module]
-    places: list[Place]
+    places: list[BlockPlace]
     absent: list[torch.Tensor] = field(default_factory=list, repr=False)
     """what stands for each tensor while it is away, made once"""
 
@@ -86,15 +86,15 @@ class Block:
             place.put(tensor)
 
 
-def streamed_block(index: int, linears: dict[str, torch.nn.Module]) -> Block:
+def streamed_block(index: int, linears: dict[str, torch.nn.Module]) -> StreamedBlock:
     """The frozen weights of a block's linear layers, by name; biases and code tables stay where they are."""
     places, offset = [], 0
     for name, linear in linears.items():
         for suffix, holder, attribute in _streamed(linear):
             tensor = getattr(holder, attribute)
-            places.append(Place(f"{name}.{suffix}", holder, attribute, tensor.dtype, tensor.shape, offset))
+            places.append(BlockPlace(f"{name}.{suffix}", holder, attribute, tensor.dtype, tensor.shape, offset))
             offset = aligned(offset + tensor.nbytes)
-    return Block(index, list(linears.values()), places)
+    return StreamedBlock(index, list(linears.values()), places)
 
 
 def _streamed(linear: torch.nn.Module) -> list[tuple[str, Any, str]]:
@@ -112,13 +112,13 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """Where the blocks lie."""
 
     reads: bool
     """whether reading keeps a thread of the host busy"""
 
-    def put(self, block: Block) -> None:
+    def put(self, block: StreamedBlock) -> None:
         """Takes a copy of a block that is complete on the device."""
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
@@ -152,12 +152,12 @@ class Moved:
     """each block in the order of use, where someone wants to know"""
 
 
-class Stream:
+class BlockStream:
     """Brings blocks to the device."""
 
     what = "blocks"
 
-    def __init__(self, blocks: list[Block], source: Source, copies: Copies, device: torch.device):
+    def __init__(self, blocks: list[StreamedBlock], source: BlockSource, copies: Copies, device: torch.device):
         self.blocks, self.source, self.copies, self.device = blocks, source, copies, device
         self.moved = Moved()
         self.slot_bytes = max(block.size for block in blocks)
@@ -227,7 +227,7 @@ class Stream:
         return min(max(index + (-1 if in_backward else 1), 0), len(self.blocks) - 1)
 
 
-def install(stream: Stream) -> None:
+def install(stream: BlockStream) -> None:
     """Takes the blocks' weights away from their modules, which fetch them from here on."""
     for block in stream.blocks:
         for linear in block.linears:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from trainer.model.adapters import Adapter
     from trainer.model.checkpointing import Checkpointing
-    from trainer.model.offload.block_stream import Source
+    from trainer.model.offload.block_stream import BlockSource
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Offload(Section, ABC):
         """Raises ModelError where this model (on the meta device) cannot be run this way."""
 
     @abstractmethod
-    def source(self, device: torch.device, needed: int) -> Source | None:
+    def source(self, device: torch.device, needed: int) -> BlockSource | None:
         """Where the frozen blocks lie; None: on the device.
 
         `needed`: bytes, of blocks or of inputs, that are to lie elsewhere. Raises ConfigError or StorageError where

@@ -12,7 +12,7 @@ from trainer.model.adapters import decoder_linears
 from trainer.model.loading import base as load
 from trainer.model.loading.assemble import assemble, at_random
 from trainer.model.model_settings import Weights
-from trainer.model.offload.block_stream import Block, Source, Stream, install, streamed_block
+from trainer.model.offload.block_stream import BlockSource, BlockStream, StreamedBlock, install, streamed_block
 from trainer.model.offload.copies import Copies, copies_for
 from trainer.model.precision import Dtypes
 from trainer.model.quant import Quant
@@ -35,9 +35,9 @@ def streamed_base(
     dtypes: Dtypes,
     device: torch.device,
     attention: str,
-    source: Source,
+    source: BlockSource,
     copies: Copies | None = None,
-) -> tuple[PreTrainedModel, Stream]:
+) -> tuple[PreTrainedModel, BlockStream]:
     """The base with the linear weights of its blocks in `source`, and what brings them. The same numbers as resident.
 
     `copies` (by default the device's own) does the copying.
@@ -49,7 +49,7 @@ def streamed_base(
     sending = _Sending(source, device)
     base = assemble(config, quant, dtypes, device, attention, fill, sending.filled)
     blocks = sending.finish(base)
-    stream = Stream(blocks, source, copies or copies_for(device, reads=source.reads), device)
+    stream = BlockStream(blocks, source, copies or copies_for(device, reads=source.reads), device)
     install(stream)
     if found is not None:
         quant.mark(base)  # PEFT picks its layers by it
@@ -60,9 +60,9 @@ def streamed_base(
 class _Sending:
     """Notices when the last module of a block is there, and sends the block away."""
 
-    def __init__(self, source: Source, device: torch.device):
+    def __init__(self, source: BlockSource, device: torch.device):
         self.source, self.device = source, device
-        self.blocks: list[Block] = []
+        self.blocks: list[StreamedBlock] = []
         self._filling: str | None = None
 
     def filled(self, base: PreTrainedModel, name: str) -> None:
@@ -71,7 +71,7 @@ class _Sending:
             self.finish(base)
         self._filling = block
 
-    def finish(self, base: PreTrainedModel) -> list[Block]:
+    def finish(self, base: PreTrainedModel) -> list[StreamedBlock]:
         """Sends the block that is complete now; returns all."""
         if self._filling is not None:
             inside = [name for name in decoder_linears(base) if name.startswith(f"{self._filling}.")]
