@@ -13,10 +13,13 @@ def write_atomically(file: Path, text: str) -> None:
     building.write_text(text, encoding="utf-8")
     flush(building)
     os.replace(building, file)
+    flush(file.parent)
 
 
 def replace_folder(building: Path, target: Path) -> None:
-    """Renames a finished folder to its name, replacing one that is there."""
+    """Renames a finished folder to its name, replacing one that is there. All it holds is on the disk before that."""
+    for path in (*building.rglob("*"), building):
+        flush(path)
     old = target.with_name(f".old-{target.name}")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)

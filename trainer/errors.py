@@ -10,6 +10,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from trainer.redact import redacted
+
 
 class TrainerError(Exception):
     """Base of every error that is reported in one block, without a traceback."""
@@ -81,8 +83,8 @@ _UNSHOWABLE = re.compile(
 
 def visible(text: str) -> str:
     """What others wrote (rows, names, answers), as a screen may show it: what a terminal obeys, or what turns the text
-    around it, is written as \\x1b or \\u202e."""
-    return _UNSHOWABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    around it, is written as \\x1b or \\u202e; a secret as ***."""
+    return _UNSHOWABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), redacted(text))
 
 
 def in_json(text: str) -> str:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from trainer.config import saved
 from trainer.config.compose import compose
 from trainer.config.saved import CONFIG, OVERRIDES, differences, from_saved, load_run, public_config, save_run
 from trainer.device.find import Device
@@ -58,7 +57,7 @@ def test_a_kill_while_saving_leaves_the_old_configuration(run, tmp_path, monkeyp
     def killed(*_):
         raise Killed
 
-    monkeypatch.setattr(saved.os, "replace", killed)
+    monkeypatch.setattr("trainer.atomic.os.replace", killed)
     with pytest.raises(Killed):
         save_run(other, tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in whole} == whole

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -196,13 +199,13 @@ def test_an_unreachable_host_costs_under_a_minute_and_never_the_run(
 
 
 def test_a_host_that_answers_and_then_fails_costs_no_run(base_overrides, tmp_path, monkeypatch, with_key):
-    """It answers the first look with an error page and everything after that not at all."""
+    """It answers the first question as W&B does, and everything after that not at all."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
             connection, _ = server.accept()
             connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
             connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
@@ -213,6 +216,118 @@ def test_a_host_that_answers_and_then_fails_costs_no_run(base_overrides, tmp_pat
         assert time.perf_counter() - started < 60
     assert summary["status"] == "completed"
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+
+
+class Stub(BaseHTTPRequestHandler):
+    """A service that answers everything in one way."""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        code, kind, body = self.server.says
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def stub(monkeypatch, with_key):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "says, reason",
+    [
+        ((401, "application/json", b'{"errors": []}'), "refuses the API key (401): log in with `wandb login`"),
+        ((500, "text/plain", b"no"), "answers 500"),
+        ((200, "text/html", b"<html>Please log in</html>"), "answers with something that is not W&B's"),
+    ],
+    ids=["401", "500", "html"],
+)
+def test_a_service_that_refuses_is_named_and_the_run_goes_on_offline(
+    says, reason, stub, base_overrides, tmp_path, capfd
+):
+    """The first reason, in one line; the same run, all of it, to be synced later; nothing else on the screen."""
+    stub.says, run = says, tmp_path / "run"
+    train_here(words_of(base_overrides), run)
+    (kinds,) = offline_runs(run)
+    assert kinds["run"][0].run_id == json.loads((run / "manifest.json").read_text())["run_id"]
+    sent = {row["step"]: row["train/loss"] for row in history(kinds) if "train/loss" in row}
+    assert sent == {row["step"]: row["loss"] for row in metrics(run)}
+    assert not list((run / "wandb").glob("run-*"))
+    screen = capfd.readouterr()
+    assert " ".join(screen.out.split()).count(reason) == 2 and "wandb sync" in screen.out  # at the start, at the end
+    assert screen.err == "" and "wandb: " not in screen.out and "Traceback" not in screen.out
+    assert "f" * 40 not in screen.out
+
+
+@pytest.mark.parametrize("address", ["htp://x", "not an address", "http://", "http://[half", "http://host:port"])
+def test_a_malformed_address_is_named(address, base_overrides, tmp_path, monkeypatch, with_key, capfd):
+    monkeypatch.setenv("WANDB_BASE_URL", address)
+    tracker = tracker_of(tmp_path, mode=Mode.online)
+    assert f"WANDB_BASE_URL={address} is no address" in tracker.where and "wandb sync" in tracker.where
+    tracker.log({"event": "train", "step": 1, "loss": 2.0, "num_tokens": 3})
+    end(tracker)
+    (kinds,) = offline_runs(tmp_path)
+    assert [row["train/loss"] for row in history(kinds)] == [2.0]
+    assert os.environ["WANDB_BASE_URL"] == address and capfd.readouterr().err == ""
+
+
+def tracker_of(run_dir, **options):
+    track = compose(["track=wandb", "track.mode=offline"]).config.track
+    return replace(track, **options).build(run_dir, "abcd1234", {})
+
+
+def end(tracker) -> None:
+    """The run's end and the program's: wandb's own process writes the last records after the first."""
+    import wandb
+
+    tracker.finish({"status": "completed"})
+    wandb.teardown()
+
+
+def test_the_environment_wins_over_defaults_and_loses_to_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_PROJECT", "kites")
+    monkeypatch.setenv("WANDB_ENTITY", "flyers")
+    monkeypatch.setenv("WANDB_NAME", "red")
+    track = compose(["track=wandb"]).config.track
+    assert (track.project, track.entity, track.name) == ("kites", "flyers", "red")
+    track = compose(["track=wandb", "track.project=a", "track.entity=b", "track.name=c"]).config.track
+    assert (track.project, track.entity, track.name) == ("a", "b", "c")
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_NAME"):
+        monkeypatch.delenv(name)
+    track = compose(["track=wandb"]).config.track
+    assert (track.project, track.entity, track.name) == ("trainer", None, None)
+
+
+def test_disabled_by_the_environment_and_not_against_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert tracker_of(tmp_path, mode=Mode.auto) is None and not list(tmp_path.iterdir())
+    tracker = tracker_of(tmp_path, mode=Mode.offline)
+    end(tracker)
+    assert len(offline_runs(tmp_path)) == 1
+
+
+def test_the_system_page_has_its_values_and_no_name_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_X_STATS_SAMPLING_INTERVAL", "0.1")
+    tracker = tracker_of(tmp_path)
+    time.sleep(1)
+    end(tracker)
+    (kinds,) = offline_runs(tmp_path)
+    keys = {item.key for record in kinds["stats"] for item in record.item}
+    assert any("cpu" in key for key in keys) and any("memory" in key for key in keys)
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert socket.gethostname().encode() not in file.read_bytes()
 
 
 def test_a_service_that_breaks_mid_run_is_left_alone(base_overrides, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from trainer.device.driver import find_driver, mend
+from trainer.redact import redacted
 from trainer.units import GIB
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -23,7 +24,6 @@ FLOOR_GIB, ROOMY_GIB = 1, 20
 NF4_ERROR = (0.05, 0.09)
 """Mean absolute error of NF4 on normally distributed weights of deviation 1, blocks of 64: 0.073."""
 LIBRARIES = "transformers peft accelerate datasets tokenizers safetensors huggingface_hub hydra-core".split()
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
 class Finding(NamedTuple):
@@ -41,11 +41,10 @@ def examine(part: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
         rows.extend(check())
     except Exception as error:
         first = (str(error).strip() or "no message").split("\n")[0]
-        for name in SECRETS:
-            if os.environ.get(name):
-                first = first.replace(os.environ[name], "***")
         rows.append(
-            Finding(part, PROBLEM, f"{type(error).__name__}: {first}", f"reinstall what {part} needs: ./launch.sh")
+            Finding(
+                part, PROBLEM, f"{type(error).__name__}: {redacted(first)}", f"reinstall what {part} needs: ./launch.sh"
+            )
         )
     return rows
 

@@ -12,6 +12,7 @@ from trainer.config.keys import Keys
 from trainer.config.shelf import GROUPS, options, unknown_option
 from trainer.config.written import Written, problems_of, written
 from trainer.errors import ConfigError, listing
+from trainer.redact import holds_secret, redacted, refusal
 
 NONE_PICKED = ("recipe", "sweep")
 """Groups in which nothing need be picked; null says so."""
@@ -26,8 +27,11 @@ def parse(words: list[str]) -> list[Override]:
                 raise HydraException("no key before =")
             parsed += parser.parse_overrides([word])
         except (OverrideParseException, HydraException) as error:
-            reason = str(error).splitlines()[0]
             key = word.partition("=")[0]
+            if holds_secret(word):
+                problems.append(refusal(redacted(key)))
+                continue
+            reason = str(error).splitlines()[0]
             problems.append(
                 f"{word}: cannot be read: {reason}. Write key=value; a value with characters other than a-z, 0-9 and "
                 f"._-/ wants quotes of its own: '{key}=\"...\"'"
@@ -63,6 +67,9 @@ def check(overrides: list[Override]) -> None:
 
 def problems_in(overrides: list[Override]) -> list[str]:
     """All that is wrong with these overrides and the files they pick, before anything is composed."""
+    secret = [refusal(redacted(o.key_or_group)) for o in overrides if holds_secret(o.input_line)]
+    if secret:
+        return secret
     picked = [o for o in overrides if o.key_or_group in GROUPS]
     settings = [o for o in overrides if o.key_or_group not in GROUPS and not _is_hydra(o)]
     problems = [problem for o in picked if (problem := _pick_problem(o)) is not None]

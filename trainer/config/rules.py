@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from trainer.config.schema import SECTIONS, Config
 from trainer.ranges import ranges_of
+from trainer.redact import refusal, secrets_in
+from trainer.registry import to_plain
 
 
 def broken_rules(config: Config, trains: bool = True) -> list[str]:
     """Every rule that this configuration breaks, in a user's words; those of training only where it `trains`."""
-    problems = _ranges(config, "")
+    problems = [refusal(key) for key in secrets_in(to_plain(config))]
+    problems += _ranges(config, "")
     for section in (*SECTIONS, "train"):
         problems += _ranges(getattr(config, section), f"{section}.")
     for section in (*SECTIONS, *(["train"] if trains else [])):

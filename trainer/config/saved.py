@@ -17,6 +17,7 @@ from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import default_choices, option_values, options, own_option, root_values, schema_of
 from trainer.config.types import in_short
 from trainer.errors import ConfigError, StorageError, listing
+from trainer.redact import redacted
 from trainer.registry import OPTIONS, to_plain
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
@@ -46,8 +47,8 @@ def save_run(run: Run, folder: Path) -> None:
     values = {"choices": run.choices, **({OWN_OPTIONS: own} if own else {}), **to_plain(run.config)}
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     head = "# Resolved configuration of this run; choices names the option picked in each group.\n"
-    write_atomically(folder / OVERRIDES, yaml.safe_dump(list(run.overrides), allow_unicode=True))
-    write_atomically(folder / CONFIG, head + text)  # last: it says that a run is here
+    write_atomically(folder / OVERRIDES, redacted(yaml.safe_dump(list(run.overrides), allow_unicode=True)))
+    write_atomically(folder / CONFIG, redacted(head + text))  # last: it says that a run is here
 
 
 def load_run(folder: Path) -> Run | None:

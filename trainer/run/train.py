@@ -114,6 +114,11 @@ def _train(
     config, prepared, loop, state = run.config, ready.prepared, ready.loop, journal.state
     if wanted(config.memory.probe, prepared.device):
         _probe(ready, journal)
+
+    def save(state: State) -> None:
+        journal.metrics.sync()
+        checkpoints.save(ready.adapted, loop.optimizer, state, rng)
+
     with (
         journal.screen.bar("training", prepared.steps.num_steps, state.step) as bar,
         recorded_allocations(config.memory.snapshot, prepared.device, journal) as record,
@@ -127,7 +132,7 @@ def _train(
             matmul_flops=journal.matmul_flops,
             held_out=ready.held_out,
             evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check),
-            save=lambda state: checkpoints.save(ready.adapted, loop.optimizer, state, rng),
+            save=save,
             amend=checkpoints.amend,
             saved=(state.step, state.evaluated_step),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,10 @@ class Metrics:
         self._file.close()
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self._path.open("a", encoding="utf-8")
+
+    def sync(self) -> None:
+        """What was written is on the disk: before a checkpoint, from which a resumed run goes on."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with suppress(OSError):  # a row that a full disk refused is flushed again by closing, and refused again

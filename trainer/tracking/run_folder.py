@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.atomic import write_atomically
 from trainer.errors import StorageError
+from trainer.redact import redacted
 
 BEGUN = (".lock", "train.log", "overrides.yaml", ".overrides.yaml.building", ".config.yaml.building")
 """What a run may have written when it is killed before its config.yaml, which says that a run is here."""
@@ -77,8 +78,8 @@ class RunFolder:
         return self.path / name
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        """A JSON file, whole or not at all."""
-        write_atomically(self.file(name), json.dumps(content, indent=1, ensure_ascii=False))
+        """A JSON file without secrets, whole or not at all."""
+        write_atomically(self.file(name), redacted(json.dumps(content, indent=1, ensure_ascii=False)))
 
     def summary(self) -> dict[str, Any] | None:
         """summary.json of a run that ended, or None. Raises StorageError."""

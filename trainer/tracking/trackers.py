@@ -15,6 +15,7 @@ class Mode(Enum):
     auto = "auto"
     online = "online"
     offline = "offline"
+    disabled = "disabled"
 
 
 class Tracker(Protocol):
@@ -84,6 +85,8 @@ class WandB(Track):
 
     project: str
     """project in W&B"""
+    entity: str | None
+    """user or team in W&B; null: the key's own"""
     group: str | None
     """group of runs; null: none, and for the trials of a sweep the sweep's folder"""
     name: str | None
@@ -93,13 +96,15 @@ class WandB(Track):
     notes: str | None
     """free text about the run"""
     mode: Mode
-    """auto: online with an API key, offline without one"""
+    """auto: what WANDB_MODE says, else online with an API key, offline without one"""
     log_adapter: bool
     """send the finished adapter (or model) as an artifact"""
 
     def build(self, run_dir, run_id, config):
-        from trainer.tracking.wandb import WandBTracker
+        from trainer.tracking.wandb import WandBTracker, resolve_mode
 
+        if resolve_mode(self.mode) is Mode.disabled:
+            return None
         return WandBTracker(self, run_dir, run_id, config)
 
 

@@ -6,14 +6,20 @@ the command line, the environment, the code or the git remote.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from trainer.redact import redacted
 from trainer.tracking.axes import Axes
 from trainer.tracking.trackers import IDENTITY, SUMMARY, Mode
 
@@ -37,10 +43,10 @@ def host() -> str:
     return os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
 
 
-def has_key() -> bool:
-    """Whether W&B would find an API key without asking."""
+def api_key() -> str | None:
+    """The API key that W&B would find without asking."""
     if os.environ.get("WANDB_API_KEY"):
-        return True
+        return os.environ["WANDB_API_KEY"]
     import netrc
 
     with contextlib.suppress(OSError, netrc.NetrcParseError):
@@ -48,28 +54,63 @@ def has_key() -> bool:
         if not os.environ.get("WANDB_BASE_URL"):
             names.append(FORMER_HOST)
         known = netrc.netrc(os.environ.get("NETRC"))
-        return any(known.authenticators(name) is not None for name in names)
-    return False
+        found = [login for name in names if (login := known.authenticators(name)) is not None]
+        return found[0][2] if found else None
+    return None
+
+
+def has_key() -> bool:
+    """Whether there is one."""
+    return api_key() is not None
 
 
 def resolve_mode(mode: Mode) -> Mode:
-    """auto becomes online with a key, offline without: decided before any weight is read, never a prompt."""
+    """auto is what WANDB_MODE says, else online with a key, offline without: decided before any weight is read, never
+    a prompt."""
     if mode is not Mode.auto:
         return mode
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return Mode.offline
+    asked = os.environ.get("WANDB_MODE")
+    if asked in (Mode.offline.value, Mode.disabled.value):
+        return Mode(asked)
     return Mode.online if has_key() else Mode.offline
 
 
-def reachable() -> bool:
-    """Whether the host answers at all, through the machine's proxy if it has one."""
+def malformed_host() -> str | None:
+    """What is wrong with the address in WANDB_BASE_URL, or None."""
     try:
-        urllib.request.urlopen(host(), timeout=REACH_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
+        parts = urlsplit(host())
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
+            return None
+    except ValueError:
+        pass
+    return f"WANDB_BASE_URL={host()} is no address: it is written http://HOST or https://HOST"
+
+
+def refusal() -> str | None:
+    """Why the service takes no run now, or None: one question to it, with the key, through the machine's proxy.
+
+    wandb itself asks in the background, and says of every failure that the run's id is in use.
+    """
+    login = base64.b64encode(f"api:{api_key()}".encode()).decode()
+    request = urllib.request.Request(
+        host().rstrip("/") + "/graphql",
+        json.dumps({"query": "query Viewer { viewer { id } }"}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Basic {login}"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=REACH_SECONDS) as answer:
+            json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.TOO_MANY_REQUESTS:
+            return None
+        if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            return f"{host()} refuses the API key ({error.code}): log in with `wandb login`"
+        return f"{host()} answers {error.code} ({error.reason})"
+    except (OSError, HTTPException):
+        return f"{host()} cannot be reached"
+    except ValueError:
+        return f"{host()} answers with something that is not W&B's: a page of a proxy or a login?"
+    return None
 
 
 class WandBTracker:
@@ -80,17 +121,23 @@ class WandBTracker:
         self.trouble: str | None = None
         """why nothing more is sent; said where the tracking is said"""
         self.run = None
-        self.offline = resolve_mode(options.mode) is Mode.offline
-        why = "no API key, or offline is asked for"
-        if not self.offline and not has_key():
-            self.offline, why = True, "track.mode=online, but there is no API key: log in with `wandb login`"
-        if not self.offline and not reachable():
-            self.offline, why = True, f"{host()} cannot be reached"
-        self._why_offline = why
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it prints where its reports are refused
+        self._why_offline = self._decide()
+        self.offline = self._why_offline is not None
         self._safely(lambda: self._start(run_id, config))
         if self.run is None and not self.offline:
-            self.offline, self._why_offline, self.trouble = True, self.trouble or "", None
+            self.offline, self._why_offline, self.trouble = True, self.trouble, None
+            self._safely(_end_service)  # it holds the id of the stream that failed
             self._safely(lambda: self._start(run_id, config))
+
+    def _decide(self) -> str | None:
+        """Why this run is tracked offline, or None."""
+        if resolve_mode(self._options.mode) is Mode.offline:
+            return malformed_host() or "no API key, or offline is asked for"
+        if not has_key():
+            return "track.mode=online, but there is no API key: log in with `wandb login`"
+        return malformed_host() or refusal()
 
     @property
     def where(self) -> str:
@@ -133,31 +180,32 @@ class WandBTracker:
 
         options, trial = self._options, self._run_dir.name.isdigit()
         sweep = self._run_dir.absolute().parent.name
-        run = wandb.init(
-            project=options.project,
-            group=options.group or (sweep if trial else None),
-            name=options.name or (f"{sweep}-{self._run_dir.name}" if trial else self._run_dir.name),
-            tags=options.tags or None,
-            notes=options.notes,
-            id=run_id,
-            resume=None if self.offline else "allow",
-            dir=str(self._run_dir),
-            config=config,
-            mode="offline" if self.offline else "online",
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                init_timeout=INIT_SECONDS,
-                finish_timeout=FINISH_SECONDS,
-                finish_timeout_raises=True,
-                host="",  # the machine's name
-                disable_code=True,
-                disable_git=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_save_requirements=False,
-            ),
-        )
+        with _usable_address():
+            run = wandb.init(
+                project=options.project,
+                group=options.group or (sweep if trial else None),
+                name=options.name or (f"{sweep}-{self._run_dir.name}" if trial else self._run_dir.name),
+                tags=options.tags or None,
+                notes=options.notes,
+                id=run_id,
+                entity=options.entity,
+                resume=None if self.offline else "allow",
+                dir=str(self._run_dir),
+                config=config,
+                mode="offline" if self.offline else "online",
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    init_timeout=INIT_SECONDS,
+                    finish_timeout=FINISH_SECONDS,
+                    finish_timeout_raises=True,
+                    host="",  # the machine's name
+                    disable_code=True,
+                    disable_git=True,
+                    x_disable_meta=True,
+                    x_save_requirements=False,
+                ),
+            )
         self.run, self._folder = run, Path(run.dir).parent
         run.define_metric("step", hidden=True)
         run.define_metric("num_tokens", hidden=True)
@@ -176,7 +224,7 @@ class WandBTracker:
         )
         artifact.add_dir(str(self._run_dir / name))
         logged = self.run.log_artifact(artifact)
-        if not self.offline and reachable():
+        if not self.offline and refusal() is None:
             logged.wait(timeout=UPLOAD_SECONDS)
 
     def _safely(self, act: Callable[[], Any]) -> None:
@@ -190,6 +238,22 @@ class WandBTracker:
 
 
 def _in_short(error: BaseException) -> str:
-    first = (str(error).strip() or type(error).__name__).split("\n")[0]
-    key = os.environ.get("WANDB_API_KEY")
-    return first.replace(key, "***") if key else first
+    return redacted((str(error).strip() or type(error).__name__).split("\n")[0])
+
+
+def _end_service() -> None:
+    """Ends wandb's own process, with what it still holds."""
+    import wandb
+
+    wandb.teardown(exit_code=1)
+
+
+@contextlib.contextmanager
+def _usable_address() -> Iterator[None]:
+    """wandb starts with no malformed address, not even offline: it is out of its sight meanwhile."""
+    malformed = os.environ.pop("WANDB_BASE_URL", None) if malformed_host() is not None else None
+    try:
+        yield
+    finally:
+        if malformed is not None:
+            os.environ["WANDB_BASE_URL"] = malformed

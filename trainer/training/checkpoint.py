@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, verified by hash, rotated without losing the best or the last.
 
-A checkpoint is written into a hidden folder, flushed, and renamed; its manifest.json, written last, holds a sha256 of
-every other file. A folder without a complete manifest does not exist as far as loading goes.
+A checkpoint is written into a hidden folder, flushed whole, and renamed; its manifest.json, written last, holds a
+sha256 of every other file. A folder without a complete manifest does not exist as far as loading goes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trainer.atomic import flush, replace_folder, write_atomically
+from trainer.atomic import replace_folder, write_atomically
 from trainer.errors import StorageError
 from trainer.training.optimizer_state import load_optimizer, save_optimizer
 from trainer.training.state import State, set_rng_state
@@ -182,11 +182,10 @@ def _readable(folder: Path, changed: Sequence[str] = ()) -> Iterator[None]:
 
 
 def seal(folder: Path, facts: dict) -> None:
-    """Flushes every file of a folder and writes its manifest, last."""
+    """Writes the manifest of a folder that is otherwise finished."""
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
-            flush(file)
             files[str(file.relative_to(folder))] = _sha256(file)
     write_atomically(folder / MANIFEST, json.dumps({**facts, "files": files}, indent=1))
 

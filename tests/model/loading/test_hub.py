@@ -221,6 +221,49 @@ def test_an_index_that_leads_out_of_the_folder(hub, tiny, tmp_path, name, where)
         load.load_config(compose([f"model.path={path}"]).config.model)
 
 
+@pytest.mark.parametrize("name", [SINGLE, "chat_template.jinja", "deep/extra.json"])
+def test_a_link_out_of_the_folder(tiny, tmp_path, name, capsys):
+    """What it leads to would be read, and templates and tokenizers are copied beside the result."""
+    folder, outside = tmp_path / "linked", tmp_path / "outside"
+    shutil.copytree(tiny.path, folder)
+    outside.write_bytes((tiny.path / SINGLE).read_bytes())
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ModelError, match="is a link out of the folder") as error:
+        load.load_config(compose([f"model.path={folder}"]).config.model)
+    assert error.value.exit_code == 4 and f"{name} is a link" in str(error.value)
+
+
+def test_an_index_that_names_a_link_out_of_the_folder(tiny, tmp_path):
+    folder, outside = tmp_path / "linked", tmp_path / "outside.safetensors"
+    shutil.copytree(tiny.path, folder)
+    (folder / SINGLE).rename(outside)
+    (folder / "part.safetensors").symlink_to(outside)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "part.safetensors"}}))
+    with pytest.raises(ModelError, match=r"part\.safetensors is a link out of the folder"):
+        load.load_config(compose([f"model.path={folder}"]).config.model)
+
+
+def test_links_inside_the_folder_and_a_snapshots_own_blobs_are_followed(tiny, tmp_path):
+    inside = tmp_path / "inside"
+    shutil.copytree(tiny.path, inside)
+    (inside / SINGLE).rename(inside / "whole.safetensors")
+    (inside / SINGLE).symlink_to("whole.safetensors")
+    store = tmp_path / "models--o--n"
+    snapshot = store / "snapshots" / COMMIT
+    shutil.copytree(tiny.path, snapshot)
+    (store / "blobs").mkdir()
+    (snapshot / SINGLE).rename(store / "blobs" / "abc")
+    (snapshot / SINGLE).symlink_to("../../blobs/abc")
+    for folder in (inside, snapshot):
+        load.load_config(compose([f"model.path={folder}"]).config.model)
+    (store / "blobs" / "abc").rename(tmp_path / "elsewhere")
+    (store / "blobs" / "abc").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match="is a link out of the folder"):
+        load.load_config(compose([f"model.path={snapshot}"]).config.model)
+
+
 def test_a_cut_off_weight_file_in_a_folder(tiny, tmp_path):
     folder = tmp_path / "cut"
     shutil.copytree(tiny.path, folder)

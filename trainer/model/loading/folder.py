@@ -20,6 +20,7 @@ def check_folder(folder: Path, asked: str) -> None:
     """
     if not folder.is_dir():
         raise ModelError(f"{asked}: there is no such folder.")
+    _check_links(folder, asked)
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{asked}: the folder holds no {CONFIG}, so it is no model.")
     if not any(folder.glob("*" + WEIGHTS)) and not (folder / INDEX).is_file():
@@ -53,6 +54,24 @@ def weight_files(folder: Path, asked: str) -> list[str]:
                 "trust this model."
             )
     return names
+
+
+def _check_links(folder: Path, asked: str) -> None:
+    """Raises ModelError for links out of the folder: what they lead to would be read, and some of it passed on.
+
+    The hub's cache links each file of a snapshot to a blob of the same model.
+    """
+    root = folder.resolve()
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
+    for file in folder.rglob("*"):
+        if not file.is_symlink():
+            continue
+        target = file.resolve()
+        if not target.is_relative_to(root) and (blobs is None or not target.is_relative_to(blobs)):
+            raise ModelError(
+                f"{asked}: {file.relative_to(folder)} is a link out of the folder, to {target}. Only files inside it "
+                "are read. If you trust it, put the file itself there."
+            )
 
 
 def own_code(folder: Path, asked: str) -> list[str]:
