@@ -136,8 +136,11 @@ make_environment() {
         : >"$LOG"
         "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || run "$VENV/bin/python" -m ensurepip
     fi
-    say "[2/3] $(grep -c == "$ROOT/requirements.lock") packages of requirements.lock; the first time takes minutes"
-    run_pip install -r "$ROOT/requirements.lock"
+    say "[2/3] $(grep -c "^[^#]*==" "$ROOT/requirements.lock") packages of requirements.lock; the first time takes minutes"
+    # torch's hash depends on its build: the rest by hash and without dependencies, then torch with those it brings.
+    grep -v '^torch==' "$ROOT/requirements.lock" >"$VENV/hashed.lock" || true
+    run_pip install --require-hashes --no-deps -r "$VENV/hashed.lock"
+    run_pip install $(grep '^torch==' "$ROOT/requirements.lock")
     say "[3/3] the trainer itself"
     run_pip install --no-deps --no-build-isolation --editable "$ROOT"
     wanted_stamp "$(python_version "$VENV/bin/python")" >"$STAMP.new"

@@ -45,6 +45,8 @@ elif args[0] == "-m" and args[1] in ("trainer", "pytest"):
     sys.exit(int(env.get("FAKE_EXIT", "0")))
 """
 
+LOCK = "# head\none==1 \\\n    --hash=sha256:1\ntorch==3\ntwo==2 \\\n    --hash=sha256:2\n"
+
 # What launch.sh may use besides bash itself.
 TOOLS = ["bash", "dirname", "readlink", "flock", "grep", "env", "mkdir", "mv", "rm", "sleep", "tail", "tput"]
 
@@ -61,7 +63,7 @@ class Box:
             made.mkdir(parents=True)
         for name in ("launch.sh", "pyproject.toml"):
             shutil.copy(ROOT / name, self.root)
-        (self.root / "requirements.lock").write_text("# head\none==1\ntwo==2\n")
+        (self.root / "requirements.lock").write_text(LOCK)
         for tool in TOOLS:
             if (path := shutil.which(tool)) is not None:
                 (self.bin / tool).symlink_to(path)
@@ -123,8 +125,10 @@ def test_script_is_executable_bash(script):
 def test_first_launch_installs_and_second_only_runs(box):
     first = box.launch("plan")
     assert first.returncode == 0, first.stderr
-    lock, project = box.pip_installs()
-    assert lock[-2:] == ["-r", f"{box.root}/requirements.lock"]
+    hashed, torch, project = box.pip_installs()
+    assert hashed[-4:] == ["--require-hashes", "--no-deps", "-r", f"{box.root}/.venv/hashed.lock"]
+    assert (box.root / ".venv/hashed.lock").read_text() == LOCK.replace("torch==3\n", "")
+    assert torch[-2:] == ["install", "torch==3"]
     assert "--no-deps" in project
     assert project[-2:] == ["--editable", str(box.root)]
     assert [line[:13] for line in first.stderr.splitlines()] == [
@@ -133,7 +137,7 @@ def test_first_launch_installs_and_second_only_runs(box):
         "set-up: [3/3]",
         "set-up: ready",
     ]
-    assert "2 packages" in first.stderr
+    assert "3 packages" in first.stderr
     assert first.stdout == ""
     box.forget()
     second = box.launch("plan")
@@ -145,10 +149,10 @@ def test_first_launch_installs_and_second_only_runs(box):
 def test_changed_lock_is_installed_on_top(box):
     box.launch()
     box.forget()
-    (box.root / "requirements.lock").write_text("one==1\ntwo==3\n")
+    (box.root / "requirements.lock").write_text(LOCK.replace("two==2", "two==3"))
     assert box.launch().returncode == 0
     assert box.calls("-m", "venv") == []
-    assert len(box.pip_installs()) == 2
+    assert len(box.pip_installs()) == 3
     box.forget()
     box.launch()
     assert box.pip_installs() == []
@@ -177,7 +181,7 @@ def test_environment_of_the_user_is_kept_and_completed(box):
     (box.root / ".venv/mine").touch()
     assert box.launch().returncode == 0
     assert box.calls("-m", "venv") == []
-    assert len(box.pip_installs()) == 2
+    assert len(box.pip_installs()) == 3
     assert (box.root / ".venv/mine").exists()
 
 
@@ -190,7 +194,7 @@ def test_failed_install_shows_pips_end_and_is_redone(box):
     box.forget()
     assert box.launch().returncode == 0
     assert len(box.calls("-m", "venv")) == 1
-    assert len(box.pip_installs()) == 2
+    assert len(box.pip_installs()) == 3
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_two_launches_at_once_install_once(box):
     errors = [process.communicate(timeout=60)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert len(box.calls("-m", "venv")) == 1
-    assert len(box.pip_installs()) == 2
+    assert len(box.pip_installs()) == 3
     assert len(box.calls("-m", "trainer")) == 2
     assert sum("waiting for it" in error for error in errors) == 1
 

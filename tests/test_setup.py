@@ -21,7 +21,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def lock_rows() -> list[str]:
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+    return [line.removesuffix(" \\") for line in lines if line.strip() and not line.startswith(("#", "    --hash="))]
+
+
+def test_every_row_but_torchs_has_hashes():
+    """A row goes on over the lines of its hashes; pip then refuses a file that is none of them."""
+    rows = (ROOT / "requirements.lock").read_text().replace(" \\\n", " ").splitlines()
+    bare = [row for row in rows if "==" in row and not re.fullmatch(r"\S+( +--hash=sha256:[0-9a-f]{64})+", row)]
+    assert [row for row in bare if not row.startswith("#")] == [f"torch=={pins()['torch']}"]
 
 
 def pins() -> dict[str, str]:
