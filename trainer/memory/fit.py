@@ -76,10 +76,12 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
             if fits(policy, tokens):
                 return chosen(policy, tokens, factor)
         factor *= 2
-    least = planner.needed(planner.predict(least_of_all[-1], longest_sample if planner.shape.packed else None))
+    prediction = planner.predict(least_of_all[-1], longest_sample if planner.shape.packed else None)
+    least = planner.needed(prediction)
     raise ConfigError(
         f"memory.budget_gib={budget / GIB:.2f}: with every block recomputed and one sample of {longest_sample} tokens "
-        f"a micro-batch, {least / GIB:.2f} GiB are needed; the least that works is {least / GIB + 0.01:.2f}. Lower "
+        f"a micro-batch, {least / GIB:.2f} GiB are needed, in {prediction.highest.name}; the least that works is "
+        f"{least / GIB + 0.01:.2f}. Lower "
         "data.max_length or see `trainer plan` for other ways."
     )
 

@@ -17,8 +17,7 @@ from trainer.run.build import Ready
 from trainer.run.disk import storage_errors
 from trainer.run.journal import Journal
 from trainer.run.screen_tables import answers_table, end_table
-
-MAX_NEW_TOKENS = 64
+from trainer.training.train_settings import ANSWER_TOKENS
 
 
 def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def held_out_answers(ready: Ready, end_tokens: list[int], count: int) -> list[di
         prompt = encoder.prompt(opening.asked, opening.tools)
 
         def ask() -> str:
-            text = answer(model, encoder, prompt, end_tokens, MAX_NEW_TOKENS, prepared.dtypes)  # noqa: B023
+            text = answer(model, encoder, prompt, end_tokens, ANSWER_TOKENS, prepared.dtypes)  # noqa: B023
             return tidied(opening.asked, text)  # noqa: B023
 
         row = {"asked_as": "text" if isinstance(opening.asked, str) else "chat"}

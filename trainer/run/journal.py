@@ -66,6 +66,7 @@ class Journal:
         """What came out so far."""
         state, memory, clock = self.state, self.memory, self.clock
         predicted = self.prepared.plan.prediction
+        state.peak_memory = max(state.peak_memory, memory.read().peak)  # what came after the last row of metrics
         return {
             "status": status,
             "steps": state.step,
@@ -80,6 +81,7 @@ class Journal:
             "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
             "peak_memory_gib": state.peak_memory / GIB,
             "predicted_peak_memory_gib": predicted.peak / GIB if predicted is not None else None,
+            "predicted_peak_at": predicted.highest.name if predicted is not None else None,
             "memory_baseline_gib": memory.baseline / GIB,
             "memory_stages_gib": {name: stage.as_gib() for name, stage in memory.stages.items()},
             "rss_peak_gib": rss_peak() / GIB,

@@ -93,7 +93,7 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
 
     def plan_of(steps: TrainingSteps | None) -> RunMemory:
         with clock.stage("plan"):
-            return plan_run(config, model_config, dtypes, steps)
+            return plan_run(config, model_config, dtypes, steps, held_out, packing)
 
     steps: TrainingSteps | StreamedSteps
     if train_set is not None:

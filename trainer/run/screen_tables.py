@@ -165,4 +165,4 @@ def _device_name(device: Any) -> str:
 
 def _predicted(summary: dict[str, Any]) -> str:
     size = summary["predicted_peak_memory_gib"]
-    return "no prediction" if size is None else f"{size:.2f} predicted"
+    return "no prediction" if size is None else f"{size:.2f} predicted in {summary['predicted_peak_at']}"

@@ -9,6 +9,9 @@ from typing import Annotated
 from trainer.data.batches.batching import Batching
 from trainer.ranges import AT_LEAST_1, NOT_NEGATIVE, POSITIVE
 
+ANSWER_TOKENS = 64
+"""Of an answer to a held-out prompt, at most."""
+
 
 class Resume(Enum):
     auto = "auto"

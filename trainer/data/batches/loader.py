@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,14 +83,7 @@ class TrainingSteps:
 
     def fullest(self) -> tuple[Tokens, np.ndarray]:
         """The first epoch's largest micro-batch: tokens, and the numbers of its samples in them."""
-        lengths = self.tokens.lengths
-
-        def size(rows: np.ndarray) -> tuple[int, int]:
-            longest = int(lengths[rows].max())
-            computed = int(lengths[rows].sum()) if self.packing.packed else longest * len(rows)
-            return computed, longest
-
-        return self.tokens, max(self.micro_batches(0), key=size)
+        return self.tokens, fullest(self.micro_batches(0), self.tokens.lengths, self.packing.packed)
 
     def first_rows(self) -> tuple[Tokens, list[np.ndarray]]:
         """All samples, and the micro-batches of the first epoch."""
@@ -105,6 +98,16 @@ class TrainingSteps:
 
     def close(self) -> None:
         """Called when the run ends, however it does."""
+
+
+def fullest(micro_batches: Iterable[np.ndarray], lengths: np.ndarray, packed: bool) -> np.ndarray:
+    """The samples of the micro-batch that computes the most, padding included; of several, that with the longest."""
+
+    def size(rows: np.ndarray) -> tuple[int, int]:
+        longest = int(lengths[rows].max())
+        return int(lengths[rows].sum()) if packed else longest * len(rows), longest
+
+    return max(micro_batches, key=size)
 
 
 def evaluation_batches(tokens: Tokens, packing: Packing, train: Batching) -> Iterator[MicroBatch]:

@@ -163,9 +163,13 @@ def opening(sample: Sample) -> Opening | None:
     return Opening(sample.messages[:-1], sample.messages[-1]["content"], sample.tools)
 
 
+def opening_places(tokens: Tokens, count: int) -> list[int]:
+    """The samples that `openings` looks at."""
+    return np.unique(np.linspace(0, len(tokens) - 1, min(4 * count, len(tokens))).astype(int)).tolist()
+
+
 def openings(tokens: Tokens, count: int) -> list[Opening]:
     """Up to `count` openings, spread over the samples."""
-    places = np.linspace(0, len(tokens) - 1, min(4 * count, len(tokens))).astype(int)
-    found = [found for i in np.unique(places) if (found := opening(tokens.source(i))) is not None]
+    found = [found for i in opening_places(tokens, count) if (found := opening(tokens.source(i))) is not None]
     spread = np.linspace(0, len(found) - 1, min(count, len(found))).astype(int)
     return [found[i] for i in spread]

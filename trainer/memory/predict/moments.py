@@ -1,4 +1,4 @@
-"""From traced blocks to a whole run: how much memory a step needs at which moment, and where the peak lies."""
+"""From traced blocks to a whole run: how much memory it needs at which moment, and where the peak lies."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from trainer.memory.predict.static import Static
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of the step: bytes beside the static ones."""
+    """A stretch of the run: bytes beside the static ones."""
 
     name: str
     kept: int
     """what is kept for backward when it begins"""
     peak: int
+    freed: int = 0
+    """of the static bytes, those that are not there then: gradients, between steps"""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Allocator bytes of a training step."""
+    """Allocator bytes of a run."""
 
     static: Static
     moments: tuple[Moment, ...]
@@ -44,22 +46,32 @@ class Prediction:
         top = self.highest
         live = "optimizer workspace" if top.name == "optimizer step" else top.name
         kept = min(top.kept, top.peak)
-        found = {**self.static.lines(), "kept for backward": kept, live: top.peak - kept}
+        found = {**self.static.lines(), "kept for backward": kept, live: top.freed + top.peak - kept}
+        if top.freed:
+            found["gradients"] -= top.freed
         return {name: size for name, size in found.items() if size}
 
 
 def predict(
-    static: Static, profiles: list[Profile], workspace: int, accumulates: bool, segment: int | None = None
+    static: Static,
+    profiles: list[Profile],
+    workspace: int,
+    accumulates: bool,
+    segment: int | None = None,
+    between_steps: dict[str, int] | None = None,
 ) -> Prediction:
     """One profile a block (the same one again and again for a uniform policy).
 
     With `segment`, profiles are those of [none, full], and blocks are recomputed `segment` at a time. Without
     accumulation the gradients come into being during backward: they are in the intervals, not in the base.
+    `between_steps`: what the run does then by name, and its bytes.
     """
     gradients = 0 if accumulates else static.gradients
     moments = _whole(profiles[0]) if profiles[0].whole else _fold(profiles, segment)
     moments = [Moment(m.name, m.kept, m.peak - gradients) for m in moments]
     moments.append(Moment("optimizer step", 0, workspace))
+    for name, size in (between_steps or {}).items():
+        moments.append(Moment(name, 0, size - static.gradients, static.gradients))
     return Prediction(static, tuple(moments))
 
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from trainer.device.find import Device
 from trainer.device.measure import free_bytes
 from trainer.errors import PlanError, TrainerError
+from trainer.memory.predict.beside_steps import HeldOut, answer_bytes, evaluation_bytes
 from trainer.memory.predict.moments import Prediction, predict, without_inputs
 from trainer.memory.predict.outline import Outline, outline
 from trainer.memory.predict.profile import Profile, Shape
@@ -48,25 +49,34 @@ class Planner:
         model_config: PretrainedConfig | None = None,
         shape: Shape | None = None,
         dtypes: Dtypes | None = None,
+        held_out: HeldOut | None = None,
     ):
         self.config = config
         self.device_type = planned_device(config.device)
         self.dtypes = dtypes or planned_dtypes(config, self.device_type)
         self.model_config = model_config or planned_config(config.model)
         self.shape = shape or largest_shape(config)
+        self.held_out = held_out
+        """null: none, or as the settings allow: micro-batches of no more than training's, no higher than a step"""
         self._found: dict[str, Any] = {}
 
     def changed(self, **sections: Any) -> Planner:
         """The plan of the configuration with other sections; traces are shared where they are the same."""
         config = replace(self.config, **sections)
-        shape, mine = largest_shape(config), largest_shape(self.config)
-        if shape == mine:
-            shape = self.shape
-        elif self.shape != mine:  # the data's own: about as much more or less, in samples of its length
-            shape = replace(self.shape, packed=shape.packed).scaled(
-                shape.num_tokens * self.shape.num_tokens // mine.num_tokens
-            )
-        planner = Planner(config, self.model_config, shape, self.dtypes)
+        new, mine = largest_shape(config), largest_shape(self.config)
+
+        def changed(shape: Shape) -> Shape:
+            if new == mine:
+                return shape
+            if shape == mine:
+                return new
+            # The data's own: about as much more or less, in samples of its length.
+            return replace(shape, packed=new.packed).scaled(new.num_tokens * shape.num_tokens // mine.num_tokens)
+
+        held_out = self.held_out
+        if held_out is not None:
+            held_out = replace(held_out, evaluation=changed(held_out.evaluation))
+        planner = Planner(config, self.model_config, changed(self.shape), self.dtypes, held_out)
         planner._found = self._found
         return planner
 
@@ -156,7 +166,25 @@ class Planner:
             kept = [block.recomputes_blocks for block in policy.blocks(self.depth)]
             profiles = [without_inputs(p, size) if k else p for p, k in zip(profiles, kept, strict=True)]
             static = replace(static, in_flight=IN_FLIGHT * size)
-        return predict(static, profiles, self.optimizer.workspace, self.accumulates, policy.segment(self.depth))
+        workspace, segment = self.optimizer.workspace, policy.segment(self.depth)
+        return predict(static, profiles, workspace, self.accumulates, segment, self.between_steps(tokens))
+
+    def between_steps(self, tokens: int | None = None) -> dict[str, int]:
+        """Bytes that evaluation and answers take, with micro-batches of so many tokens if given."""
+        if self.held_out is None:
+            return {}
+        evaluation, answer_tokens = self.held_out.evaluation, self.held_out.answer_tokens
+        if tokens is not None and evaluation.packed and tokens < evaluation.num_tokens:  # rows become as short as that
+            evaluation = evaluation.scaled(max(tokens, *evaluation.lengths))
+        dtypes = replace(self.dtypes, device_type="cpu")  # as for steps
+        what = (self.config, self.model_config, dtypes, self.device_type)
+        of = (self._architecture, dtypes, self.device_type)
+        found = {
+            "evaluation": self._once(lambda: evaluation_bytes(*what, evaluation), of, self.config.loss, evaluation)
+        }
+        if answer_tokens:
+            found["answers"] = self._once(lambda: answer_bytes(*what, answer_tokens), of, answer_tokens)
+        return found
 
     def input_bytes(self, tokens: int | None = None) -> int:
         """Of one block's input."""

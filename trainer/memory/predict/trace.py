@@ -71,7 +71,7 @@ def trace(
         model = outline(config, model_config, dtypes.compute, chosen)
     recorder = Recorder(ROUNDING[device_type])
     with FakeTensorMode(allow_non_fake_inputs=True), shortened():
-        _to_fakes(model)
+        to_fakes(model)
         model.base.train()
         checkpointing.apply(model.base)
         for parameter in model.trainable():
@@ -147,7 +147,7 @@ def fake_batch(shape: Shape, chosen: str) -> MicroBatch:
     )
 
 
-def _to_fakes(model: Outline) -> None:
+def to_fakes(model: Outline) -> None:
     """Replaces every meta tensor by a fake one, shared tensors by one."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
