@@ -119,6 +119,10 @@ def _train(
         journal.metrics.sync()
         checkpoints.save(ready.adapted, loop.optimizer, state, rng)
 
+    def amend(state: State) -> None:
+        journal.metrics.sync()
+        checkpoints.amend(state)
+
     with (
         journal.screen.bar("training", prepared.steps.num_steps, state.step) as bar,
         recorded_allocations(config.memory.snapshot, prepared.device, journal) as record,
@@ -133,7 +137,7 @@ def _train(
             held_out=ready.held_out,
             evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check),
             save=save,
-            amend=checkpoints.amend,
+            amend=amend,
             saved=(state.step, state.evaluated_step),
         )
         tell_compilations, tell_moved = told_compilations(config.kernels, journal), moving.told(ready, journal)
