@@ -203,6 +203,7 @@ def test_out_of_memory_says_where_what_and_the_ways_out(breaking, where, base_ov
     """G2."""
     breaking(monkeypatch)
     words = [*base_overrides, "data.eval_fraction=0.3", "memory.probe=always", "train.save_every=1"]
+    words.append("memory.on_oom=fail")
     with pytest.raises(OutOfMemoryError) as caught:
         train_here([*words, "train.epochs=4", "train.accumulation_steps=1"], tmp_path)
     assert caught.value.exit_code == 7

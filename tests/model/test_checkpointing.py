@@ -66,6 +66,33 @@ def test_gradients_are_those_of_keeping_everything(policy, adapter, tiny):
             assert weight.abs().max() > 0, f"{name} did not learn"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_takes_the_place_of_the_one_before(policy, tiny):
+    """After each of the others a step runs as many MLPs and attentions, and keeps as many tensors, as after none."""
+
+    def kept_and_ran(*policies: str) -> tuple[int, int, int]:
+        base = load(tiny.path, PACKED)
+        for name in policies:
+            option("checkpointing", name).apply(base)
+        kept, ran = [], {"mlp": 0, "self_attn": 0}
+        for layer in base.get_decoder().layers:
+            for part in ran:
+                getattr(layer, part).register_forward_pre_hook(lambda *_, part=part: ran.update({part: ran[part] + 1}))
+        projections = [layer.self_attn.q_proj for layer in base.get_decoder().layers]
+        ran["q_proj"] = 0
+        for projection in projections:
+            projection.register_forward_pre_hook(lambda *_: ran.update(q_proj=ran["q_proj"] + 1))
+        base.train()
+        batch = packed_batch(random_tokens([20, 7, 12], vocabulary=280))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+            Chunked(16).sum(base, batch).backward()
+        return sum(kept), *ran.values()
+
+    alone = kept_and_ran(policy)
+    for other in POLICIES:
+        assert kept_and_ran(other, policy) == alone, other
+
+
 def test_full_runs_every_layer_twice(tiny):
     assert step(tiny, "none", LORA)[2] == 2
     assert step(tiny, "full", LORA)[2] == 4

@@ -519,7 +519,7 @@ def test_an_evaluation_that_fails_does_not_take_its_step_along(how, job, uninter
 
     def work():
         train_module.evaluate = failing
-        train_here(job, run)
+        train_here([*job, "memory.on_oom=fail"], run)
 
     assert in_child(work) == {"kill": -signal.SIGKILL, "memory": OutOfMemoryError.exit_code}[how]
     saved = run / "checkpoints/step-00000012"

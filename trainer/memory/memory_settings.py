@@ -16,6 +16,11 @@ class Probe(Enum):
     never = "never"
 
 
+class OnOom(Enum):
+    retreat = "retreat"
+    fail = "fail"
+
+
 @option("memory", "default")
 @dataclass
 class MemoryOptions(Section):
@@ -25,6 +30,8 @@ class MemoryOptions(Section):
     """GiB that the run may take on its device; null: what is free there"""
     probe: Probe
     """run the largest micro-batch and evaluation first: auto on a GPU, always, or never"""
+    on_oom: OnOom
+    """where memory runs out in training: retreat to less of it and make the step again, or fail (exit code 7)"""
     snapshot: Annotated[int, NOT_NEGATIVE]
     """steps whose allocations are recorded and written; 0: none"""
     stats: bool

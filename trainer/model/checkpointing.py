@@ -95,7 +95,7 @@ class NoCheckpointing(Checkpointing):
             self.apply_block(block)
 
     def apply_block(self, block):
-        block.gradient_checkpointing = False
+        _run_by(block, None)
 
     def recomputed(self, work):
         return 0.0
@@ -183,20 +183,25 @@ class Attention(Checkpointing):
     cuts_blocks = True
 
     def apply_block(self, block):
-        block.gradient_checkpointing = False
+        _run_by(block, None)
         attention = attention_of(block)
         if attention is None:
             raise ModelError(
                 f"checkpointing=attention: {type(block).__name__} has no attention module. Use checkpointing=full."
             )
-        forward = attention.forward
+        attention.forward = _Again(attention)  # on this instance only; the block's code calls it as before
 
-        def run(*args, **kwargs):
-            if not attention.training:
-                return forward(*args, **kwargs)
-            return _checkpoint(forward, *args, **kwargs)
 
-        attention.forward = run  # on this instance only; the block's code calls it as before
+class _Again:
+    """The forward of an attention module that runs again in backward."""
+
+    def __init__(self, attention: torch.nn.Module):
+        self.attention, self.own = attention, attention.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.attention.training:
+            return self.own(*args, **kwargs)
+        return _checkpoint(self.own, *args, **kwargs)
 
     def recomputed(self, work):
         return (work.kernel + work.projections) / work.total
@@ -368,9 +373,13 @@ def _checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
-def _run_by(block: torch.nn.Module, function: Callable) -> None:
-    block.gradient_checkpointing = True
+def _run_by(block: torch.nn.Module, function: Callable | None) -> None:
+    """In training the block is run by `function`, or plainly, whatever policy it had before."""
+    block.gradient_checkpointing = function is not None
     block._gradient_checkpointing_func = function
+    attention = attention_of(block)
+    if attention is not None and isinstance(attention.forward, _Again):
+        attention.forward = attention.forward.own
 
 
 def checkpointable(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
-FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache", "memory.probe", "memory.snapshot", "memory.stats")
+FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache")
+FREE_KEYS += ("memory.probe", "memory.on_oom", "memory.snapshot", "memory.stats")
 """Settings that may differ between a run and its continuation: none of them changes a weight."""
 
 
@@ -120,7 +121,7 @@ def stays(row: dict[str, Any], state: State) -> bool:
     evaluated = -1 if state.evaluated_step is None else state.evaluated_step
     known = {"train": state.logged_step, "eval": evaluated}
     event = row.get("event")
-    return event == "resumed" or row.get("step", 0) <= known.get(event, state.step)
+    return event in ("resumed", "retreat") or row.get("step", 0) <= known.get(event, state.step)
 
 
 def take_folder(run: Run, folder: RunFolder) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer.config.saved import Run
+from trainer.data.batches.batch import MicroBatch
 from trainer.device.find import Device, unused_card
 from trainer.errors import DataError, Interrupted
 from trainer.memory.advice.out_of_memory import advising
@@ -24,6 +25,7 @@ from trainer.run.export import export_result
 from trainer.run.journal import Journal, keeping_journal
 from trainer.run.prepare import prepare
 from trainer.run.restore import restore
+from trainer.run.retreat import Retreat
 from trainer.run.screen_tables import start_table
 from trainer.run.watchers import recorded_allocations, told_compilations
 from trainer.tracking.console import Screen, quiet_libraries
@@ -69,7 +71,8 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         rng = restore(run, beginning, folder, ready)
         journal.metrics.keep_only(lambda row: stays(row, beginning.state))
         _tell_start(run, beginning, ready, journal)
-        _train(run, ready, journal, checkpoints, rng, interrupts)
+        retreat = Retreat(run, beginning, ready, journal, checkpoints, rng)
+        _train(run, ready, journal, checkpoints, rng, retreat, interrupts)
         return export_result(run, ready, journal)
 
 
@@ -104,6 +107,7 @@ def _train(
     journal: Journal,
     checkpoints: Checkpoints,
     rng: dict[str, torch.Tensor],
+    retreat: Retreat,
     interrupts: Interrupts,
 ) -> None:
     """From the state that the run has to its last step.
@@ -113,7 +117,8 @@ def _train(
     """
     config, prepared, loop, state = run.config, ready.prepared, ready.loop, journal.state
     if wanted(config.memory.probe, prepared.device):
-        _probe(ready, journal)
+        retreat.over(lambda: _probe(ready, journal, retreat.held_out))
+    retreat.settled()
 
     def save(state: State) -> None:
         journal.metrics.sync()
@@ -134,7 +139,7 @@ def _train(
             row=journal.row,
             bar=bar,
             matmul_flops=journal.matmul_flops,
-            held_out=ready.held_out,
+            held_out=retreat.held_out,
             evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check),
             save=save,
             amend=amend,
@@ -143,23 +148,29 @@ def _train(
         tell_compilations, tell_moved = told_compilations(config.kernels, journal), moving.told(ready, journal)
 
         def after_step(state: State, grad_norm: float) -> None:
+            retreat.settled()
             journal.doing = f"the evaluation or checkpoint after step {state.step}"
             record()
             with journal.clock.until_first_step("first evaluation"):
                 watch.after_step(state, grad_norm)
             tell_compilations()
             tell_moved()
+            retreat.settled()
             journal.doing = f"step {state.step + 1}"
 
-        with journal.clock.stage("training"), _saved_when_stopped(watch, state, journal.folder.path, interrupts):
-            train(loop, state, rng, after_step, interrupts.check)
+        with (
+            journal.clock.stage("training"),
+            _saved_when_stopped(watch, state, journal.folder.path, interrupts),
+            retreat.ready_to_go_back(),
+        ):
+            retreat.over(lambda: train(loop, state, rng, after_step, interrupts.check))
 
 
-def _probe(ready: Ready, journal: Journal) -> None:
+def _probe(ready: Ready, journal: Journal, held_out: Callable[[], Iterable[MicroBatch]] | None) -> None:
     """The largest micro-batch first."""
     journal.doing = "the probe of the largest micro-batch"
     with journal.clock.stage("memory probe"):
-        num_tokens = probe_memory(ready.loop, ready.held_out)
+        num_tokens = probe_memory(ready.loop, held_out)
     peak = journal.state.peak_memory = max(journal.state.peak_memory, journal.memory.read().peak)
     journal.row("probe", num_tokens=num_tokens, memory_peak_gib=peak / GIB)
     journal.screen.say(f"probe: the largest micro-batch, {num_tokens:,} tokens, fits")

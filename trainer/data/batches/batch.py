@@ -72,6 +72,50 @@ class MicroBatch:
             }
         return inputs
 
+    def halves(self) -> list[MicroBatch]:
+        """The same samples, in their order, in two micro-batches of about as many computed tokens each; a sample is
+        never cut, so one alone stays. A padded half is as long as its own longest sample."""
+        if self.num_samples == 1:
+            return [self]
+        if self.cu_seqlens is not None:
+            ends = self.cu_seqlens.tolist()
+            sample = min(range(1, self.num_samples), key=lambda i: abs(2 * ends[i] - ends[-1]))
+            cut = ends[sample]
+            return [self._packed_part(0, sample, 0, cut), self._packed_part(sample, None, cut, None)]
+        middle = -(-self.num_samples // 2)
+        return [self._padded_part(slice(middle)), self._padded_part(slice(middle, None))]
+
+    def _packed_part(self, first: int, last: int | None, start: int, end: int | None) -> MicroBatch:
+        """Samples `first` to `last` of a packed row, which are its tokens from `start` to `end`."""
+        bounds = self.cu_seqlens[first : None if last is None else last + 1] - start
+        columns = slice(start, end)
+        return self._part(columns=columns, cu_seqlens=bounds, max_length=int(bounds.diff().max()))
+
+    def _padded_part(self, rows: slice) -> MicroBatch:
+        mask = self.attention_mask[rows]
+        longest = int(mask.sum(dim=1).max())
+        return self._part(rows, slice(longest), attention_mask=mask[:, :longest].contiguous(), max_length=longest)
+
+    def _part(self, rows: slice = slice(None), columns: slice = slice(None), **changes: Any) -> MicroBatch:
+        names = ("input_ids", "labels", "position_ids")
+        cut = {name: getattr(self, name)[rows, columns].contiguous() for name in names}
+        index = (cut["labels"].reshape(-1) != IGNORED).nonzero().flatten()
+        made = replace(self, **cut, target_index=index, num_targets=len(index), **changes)
+        packed = made.attention_mask is None
+        return replace(
+            made,
+            num_tokens=made.input_ids.numel() if packed else int(made.attention_mask.sum()),
+            num_samples=len(made.cu_seqlens) - 1 if packed else len(made.input_ids),
+        )
+
+
+def divided(batch: MicroBatch, halvings: int) -> list[MicroBatch]:
+    """The parts of a micro-batch that is cut in two so many times."""
+    parts = [batch]
+    for _ in range(halvings):
+        parts = [half for part in parts for half in part.halves()]
+    return parts
+
 
 def collate(tokens: Tokens, indices: np.ndarray, packed: bool, source: str = "") -> MicroBatch:
     """The micro-batch of these samples."""

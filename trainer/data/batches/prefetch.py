@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trainer.data.batches.batch import MicroBatch
+from trainer.data.batches.batch import MicroBatch, divided
 from trainer.data.batches.loader import Position, TrainingSteps
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class Ahead(ABC):
     """Steps of which n + 1 is begun when n is asked for. What they return is the same."""
 
     num_steps: int
+    halvings: int = 0
+    """times that each micro-batch is cut in two: a step's samples are the same, in more and smaller micro-batches"""
 
     def __init__(self, pin: bool):
         self._pin = pin
@@ -40,7 +42,7 @@ class Ahead(ABC):
         batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
         if step < self.num_steps:
             self._ahead = step + 1, self._worker.submit(self._make, step + 1)
-        return batches
+        return [part for batch in batches for part in divided(batch, self.halvings)]
 
     def close(self) -> None:
         """Called when the run ends, however it does."""
