@@ -8,11 +8,11 @@ from tests.factories import option
 from trainer.config.compose import compose
 from trainer.memory.ladder import ladder
 from trainer.memory.predict.planner import Planner
-from trainer.model.checkpointing import Full, Keep, NoCheckpointing, PerBlock, Selective
+from trainer.model.checkpointing import FullCheckpointing, Keep, NoCheckpointing, PerBlock, Selective
 from trainer.model.offload.activations import MovedInputs
 
 SELECTIVE = Selective(keep=Keep.attention)
-MIXED = PerBlock([Full(), SELECTIVE, NoCheckpointing(), NoCheckpointing()])
+MIXED = PerBlock([FullCheckpointing(), SELECTIVE, NoCheckpointing(), NoCheckpointing()])
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ MIXED = PerBlock([Full(), SELECTIVE, NoCheckpointing(), NoCheckpointing()])
         (option("checkpointing", "attention"), ["selective", "full", "activations"]),
         (MIXED, ["selective", "full", "activations"]),
         (SELECTIVE, ["full", "activations"]),
-        (Full(), ["activations"]),
+        (FullCheckpointing(), ["activations"]),
         (option("checkpointing", "sqrt"), ["activations"]),
         (MovedInputs(SELECTIVE), ["full"]),
-        (MovedInputs(Full()), []),
+        (MovedInputs(FullCheckpointing()), []),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else type(value).__name__,
 )

@@ -25,7 +25,7 @@ def test_summary_and_plan_tell_predicted_and_measured(base_overrides, tmp_path):
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert summary["predicted_peak_memory_gib"] == plan["peak_gib"] > 0
     stages = summary["memory_stages_gib"]
-    names = ["weights loaded", "adapter attached", "first forward", "first backward", "first step"]
+    names = ["weights loaded", "adapter attached", "first forward", "first backward", "first step", "first save"]
     assert list(stages) == names
     for stage in stages.values():
         assert 0 < stage["allocated"] <= stage["peak"] and stage["gap"] >= 0

@@ -244,7 +244,11 @@ def test_policies_come_before_halving_and_halving_is_the_same_to_rounding(job, u
     weights, wanted = (load_file(run / "adapter/adapter_model.safetensors") for run in (tmp_path, expected))
     assert max((weights[name] - wanted[name]).abs().max() for name in wanted) < 1e-4
     log = (tmp_path / "train.log").read_text().replace("\n", " ")
-    assert "step 2: CUDA out of memory. Tried to allocate 2.00 GiB." in log and "micro-batches cut in 2" in log
+    assert (
+        "step 2: CUDA out of memory. Tried to allocate 2.00 GiB." in log
+        and "2 blocks recomputed but for attention" in log
+        and "micro-batches cut in 2" in log
+    )
 
 
 def test_a_run_keeps_its_retreat_when_it_goes_on(job, untouched, tmp_path, monkeypatch):

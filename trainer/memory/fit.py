@@ -34,9 +34,14 @@ class Fit:
     """predicted allocator bytes"""
 
     def sentence(self) -> str:
-        counts = Counter(block.says for block in reversed(self.policy.blocks(self.depth)))
-        parts = [f"{number} blocks {says}" for says, number in counts.items()]
-        return ", ".join([*parts, *["their inputs in host memory"] * self.policy.moves_inputs])
+        return sentence(self.policy, self.depth)
+
+
+def sentence(policy: Checkpointing, depth: int) -> str:
+    """What happens to how many blocks."""
+    counts = Counter(block.says for block in reversed(policy.blocks(depth)))
+    parts = [f"{number} blocks {says}" for says, number in counts.items()]
+    return ", ".join([*parts, *["their inputs in host memory"] * policy.moves_inputs])
 
 
 def fit(planner: Planner, budget_gib: float | None) -> Fit:

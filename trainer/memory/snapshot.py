@@ -104,7 +104,10 @@ class AllocationSnapshot:
         return self._recorder.live if self._recorder else torch.cuda.memory_allocated(self.device)
 
     def mark(self, stage: str, allocated: int, peak: int) -> None:
-        """Notes a stage; on a CPU the recorder's own count, to the byte, takes the place of the allocator's."""
+        """Notes a stage of a step; on a CPU the recorder's own count, to the byte, takes the place of the
+        allocator's."""
+        if stage not in STAGES:
+            return
         if self._recorder is not None:
             allocated, peak = self._recorder.mark()
         self.timeline.append(StageMark(len(self.heights), STAGES[stage], allocated, peak))

@@ -77,6 +77,10 @@ class Checkpointing(Section, ABC):
         """Policies of a block among which the plan chooses, the fastest first; None where this is one itself."""
         return None
 
+    def cheaper(self) -> Checkpointing | None:
+        """The next policy of a block that keeps less, where memory runs out; None where none is known."""
+        return None
+
     def recomputed(self, work: BlockWork) -> float:
         """Share of a block's forward arithmetic that runs again in backward."""
         return work.counted(self)
@@ -96,6 +100,9 @@ class NoCheckpointing(Checkpointing):
 
     def apply_block(self, block):
         _run_by(block, None)
+
+    def cheaper(self):
+        return Selective(keep=Keep.attention)
 
     def recomputed(self, work):
         return 0.0
@@ -191,6 +198,12 @@ class Attention(Checkpointing):
             )
         attention.forward = _Again(attention)  # on this instance only; the block's code calls it as before
 
+    def cheaper(self):
+        return Selective(keep=Keep.attention)
+
+    def recomputed(self, work):
+        return (work.kernel + work.projections) / work.total
+
 
 class _Again:
     """The forward of an attention module that runs again in backward."""
@@ -202,9 +215,6 @@ class _Again:
         if not self.attention.training:
             return self.own(*args, **kwargs)
         return _checkpoint(self.own, *args, **kwargs)
-
-    def recomputed(self, work):
-        return (work.kernel + work.projections) / work.total
 
 
 class Keep(Enum):
@@ -231,6 +241,9 @@ class Selective(Checkpointing):
 
         contexts = partial(create_selective_checkpoint_contexts, partial(_keeps, set(kept_operations(self.keep))))
         _run_by(block, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+    def cheaper(self):
+        return FullCheckpointing()
 
     def recomputed(self, work):
         kept = {Keep.attention: work.kernel, Keep.linear: work.linear, Keep.both: work.total}

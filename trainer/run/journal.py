@@ -7,11 +7,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.atomic import write_atomically
 from trainer.config.saved import Run, public_config
 from trainer.config.shelf import all_options
 from trainer.device.measure import Memory, rss_peak
 from trainer.errors import Interrupted, TrainerError
 from trainer.memory.advice.out_of_memory import Situation
+from trainer.memory.advice.timeline import timeline
 from trainer.run.beginning import Beginning, take_folder
 from trainer.run.clock import Clock
 from trainer.run.disk import disk_trouble_ignored
@@ -59,8 +61,17 @@ class Journal:
     def finish(self, summary: dict[str, Any]) -> None:
         """The run's end, however it ended."""
         self.folder.write("summary.json", summary)
+        self._draw()
         if self.tracker is not None:
             self.tracker.finish(summary)
+
+    def _draw(self) -> None:
+        """memory.svg: what was measured beside what was planned."""
+        if self.memory.stages:
+            plan, peak = self.prepared.plan.prediction, self.state.peak_memory
+            planned = None if plan is None else plan.peak
+            picture = timeline(self.memory.stages, peak, planned, f"{self.folder.path.name}: memory by stage")
+            write_atomically(self.folder.file("memory.svg"), picture)
 
     def summary(self, status: str) -> dict[str, Any]:
         """What came out so far."""

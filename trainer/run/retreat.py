@@ -16,7 +16,7 @@ import gc
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,11 +26,10 @@ import torch
 from trainer.config.saved import Run
 from trainer.data.batches.batch import MicroBatch, collate, divided
 from trainer.device.measure import is_out_of_memory
-from trainer.errors import ConfigError, ModelError
+from trainer.errors import ConfigError, ModelError, PlanError
+from trainer.memory.fit import sentence
 from trainer.memory.ladder import ladder
 from trainer.memory.memory_settings import OnOom
-from trainer.memory.predict.speed import recomputed_share
-from trainer.model.offload.activations import MovedInputs
 from trainer.model.offload.offloads import Activations, check_host
 from trainer.run.beginning import Beginning, stays
 from trainer.run.build import Ready
@@ -43,13 +42,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WORDS = {
-    "selective": "blocks recomputed but for attention",
-    "full": "all blocks recomputed",
-    "activations": "all blocks recomputed, their inputs in host memory",
-}
-"""What each rung of the ladder is called on the screen."""
-
 
 @dataclass(frozen=True)
 class Position:
@@ -60,14 +52,6 @@ class Position:
     halvings: int = 0
     """of each training micro-batch"""
     evaluation_halvings: int = 0
-
-    def words(self, before: Position) -> str:
-        """What is new in it."""
-        if self.checkpointing != before.checkpointing:
-            return WORDS[self.checkpointing]
-        if self.halvings != before.halvings:
-            return f"micro-batches cut in {2**self.halvings} and as much more accumulation"
-        return f"evaluation micro-batches cut in {2**self.evaluation_halvings}"
 
 
 class Retreat:
@@ -144,17 +128,15 @@ class Retreat:
         """Those below the planned one that this run's other settings allow, by name, the cheapest last."""
         found = {}
         config, prepared = self.run.config, self.ready.prepared
-        planner = prepared.plan.planner
-        for name, policy in ladder(prepared.plan.policy, planner.depth, prepared.device.type):
-            try:
+        plan = prepared.plan
+        for name, policy in ladder(plan.policy, plan.planner.depth, prepared.device.type):
+            with suppress(ConfigError, ModelError, PlanError):
                 config.kernels.check_model(prepared.config, policy)
-                if policy.moves_inputs and not prepared.plan.policy.moves_inputs:
+                if policy.moves_inputs and not plan.policy.moves_inputs:
                     if config.kernels.problems(replace(config, offload=Activations())):
                         continue
-                    check_host("the inputs of the blocks", planner.host_inputs(policy), "")
-            except (ConfigError, ModelError):
-                continue
-            found[name] = policy
+                    check_host("the inputs of the blocks", plan.planner.host_inputs(policy), "Use on_oom=fail")
+                found[name] = policy
         return found
 
     def _next(self) -> Position | None:
@@ -186,7 +168,7 @@ class Retreat:
 
     def _step_down(self, position: Position, reason: str) -> None:
         """Goes there, and tells it."""
-        journal, words = self.journal, position.words(self.position)
+        journal, words = self.journal, self._words(position)
         step, told = journal.state.step, f"{journal.doing}: {reason}"
         self._apply(position)
         row = {"step": step, "during": journal.doing, "error": reason, **asdict(position)}
@@ -194,6 +176,14 @@ class Retreat:
         self._told = [*self._told, row]
         journal.folder.write("manifest.json", {**(journal.folder.manifest() or {}), "retreats": self._told})
         journal.screen.say(f"{told}. On from step {step} with less memory: {words}", style="yellow")
+
+    def _words(self, position: Position) -> str:
+        """What is new in it."""
+        if position.checkpointing != self.position.checkpointing:
+            return sentence(self._policies[position.checkpointing], self.ready.prepared.plan.planner.depth)
+        if position.halvings != self.position.halvings:
+            return f"micro-batches cut in {2**position.halvings}, with as much more accumulation"
+        return f"evaluation's micro-batches cut in {2**position.evaluation_halvings}"
 
     def _go_on(self, row: dict[str, Any]) -> None:
         """A run that had retreated goes on as it was; a rung that the plan is below already is none."""
@@ -210,8 +200,8 @@ class Retreat:
             ready.mover.copies.close()
         policy.apply(ready.loop.model)  # also where it is the same: what the broken step left in its hands is gone
         config.kernels.install(ready.loop.model)
-        ready.mover = policy.mover if isinstance(policy, MovedInputs) else None
-        ready.loop.recomputed = recomputed_share(plan.planner, policy)
+        ready.mover = getattr(policy, "mover", None)
+        ready.loop.recomputed = replace(plan, policy=policy).recomputed
         ready.loop.steps.halvings = position.halvings
         self.position = position
 

@@ -63,6 +63,7 @@ class Watch:
         if state.step > self.saved[0]:
             self.loop.memory.expect("save")
             self.save(state)
+            self.loop.memory.at("first save")
         elif state.step > 0 and now != self.saved:
             self.amend(state)
         self.saved = now
@@ -132,6 +133,7 @@ class Watch:
             losses = ", ".join(f"{source} {loss:.4f}" for source, loss in result.by_source.items())
             self.say(f"step {state.step}: held-out loss of each source: {losses}")
         self.loop.memory.sample()
+        self.loop.memory.at("first evaluation")
 
     def _announced(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
