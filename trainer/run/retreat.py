@@ -72,10 +72,12 @@ class Retreat:
         self._evaluating = False
         """whether an evaluation has begun since anything was whole, and the optimizer's step"""
         self._optimizer_began = False
-        self._told: list[dict[str, Any]] = []
+        self._fresh = beginning.checkpoint is None
         self.position = Position()
-        if beginning.manifest is not None and not beginning.changed:
-            self._told = beginning.manifest.get("retreats", [])
+        known = (beginning.manifest or {}).get("retreats", [])
+        self._told: list[dict[str, Any]] = [] if beginning.changed else known  # other settings may need none of it
+        if known:
+            self._note()
         if self._told:
             self._go_on(self._told[-1])
 
@@ -88,7 +90,7 @@ class Retreat:
     def ready_to_go_back(self) -> Iterator[None]:
         """Within it, a run without a checkpoint keeps on disk what it began with."""
         hook = self.ready.loop.optimizer.register_step_pre_hook(self._note_optimizer)
-        if self._wanted and self.checkpoints.pointer("last") is None:
+        if self._wanted and self._fresh:
             self._start.save(self.ready.adapted, self.ready.loop.optimizer, self.journal.state, self.rng)
         try:
             yield
@@ -107,11 +109,13 @@ class Retreat:
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
-                upcoming = self._next() if self._wanted and is_out_of_memory(error) else None
-                if upcoming is None:
+                if not self._wanted or not is_out_of_memory(error):
                     raise
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 _let_go(error)
+                upcoming = self._next()
+                if upcoming is None:
+                    raise
             self._restore()
             self._step_down(upcoming, reason)
 
@@ -174,7 +178,7 @@ class Retreat:
         row = {"step": step, "during": journal.doing, "error": reason, **asdict(position)}
         journal.row("retreat", **row)
         self._told = [*self._told, row]
-        journal.folder.write("manifest.json", {**(journal.folder.manifest() or {}), "retreats": self._told})
+        self._note()
         journal.screen.say(f"{told}. On from step {step} with less memory: {words}", style="yellow")
 
     def _words(self, position: Position) -> str:
@@ -185,12 +189,16 @@ class Retreat:
             return f"micro-batches cut in {2**position.halvings}, with as much more accumulation"
         return f"evaluation's micro-batches cut in {2**position.evaluation_halvings}"
 
+    def _note(self) -> None:
+        """All retreats so far, in the manifest."""
+        folder = self.journal.folder
+        folder.write("manifest.json", {**(folder.manifest() or {}), "retreats": self._told})
+
     def _go_on(self, row: dict[str, Any]) -> None:
         """A run that had retreated goes on as it was; a rung that the plan is below already is none."""
         name = row["checkpointing"] if row["checkpointing"] in self._policies else None
         self._apply(Position(name, row["halvings"], row["evaluation_halvings"]))
-        journal = self.journal
-        journal.folder.write("manifest.json", {**(journal.folder.manifest() or {}), "retreats": self._told})
+        self.journal.screen.say(f"on with less memory since it ran out at {row['during']}", style="yellow")
 
     def _apply(self, position: Position) -> None:
         ready, config = self.ready, self.run.config
