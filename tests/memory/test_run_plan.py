@@ -28,7 +28,8 @@ def test_summary_and_plan_tell_predicted_and_measured(base_overrides, tmp_path):
     names = ["weights loaded", "adapter attached", "first forward", "first backward", "first step", "first save"]
     assert list(stages) == names
     for stage in stages.values():
-        assert 0 < stage["allocated"] <= stage["peak"] and stage["gap"] >= 0
+        # 0: what an earlier run in this process left was given back in the meantime.
+        assert 0 <= stage["allocated"] <= stage["peak"] and stage["gap"] >= 0
         assert stage["reserved"] == pytest.approx(stage["allocated"] + stage["gap"])
     assert summary["memory_baseline_gib"] > 0
     # All the C library allocates is in the measured peak: tensors, and a few MiB of rows, tokenizer and threads.
