@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.device.measure import Memory
+from trainer.device.measure import Memory, tensor_bytes
 from trainer.device.stages import Stage, fragmentation, sentence
 from trainer.units import GIB
 
@@ -44,3 +44,17 @@ def test_a_stage_knows_the_highest_since_the_one_before_and_a_recording_hears_of
     assert [name for name, _, _ in heard] == ["one", "two", "two"]
     assert heard[1][1:] == (two.allocated, two.peak) and heard[2][2] - heard[2][1] < 2**20
     assert memory.read().peak - two.allocated > 60 * 2**20, "the peak of the reading counts it too"
+
+
+def test_a_small_runs_gap_is_nobodys_trouble():
+    assert "helps" not in fragmentation({"first step": Stage(GIB // 100, GIB // 50, GIB // 10)}, "cuda")
+
+
+def test_what_libraries_took_is_held_by_no_tensor():
+    """malloc's own blocks beside a tensor: the tensor is not counted, the blocks are."""
+    memory = Memory(torch.device("cpu"))
+    before = memory.libraries()
+    tensor = torch.ones(16 * 2**20)
+    blocks = [bytearray(2**20) for _ in range(32)]
+    assert memory.libraries() - before == pytest.approx(32 * 2**20, rel=0.05)
+    assert tensor_bytes() >= tensor.nbytes and len(blocks) == 32

@@ -225,7 +225,7 @@ def test_summary_and_manifest_say_what_the_contract_says(job, tiny, tmp_path):
     linears = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
     adapter = 2 * sum(16 * (i + o) for i, o in linears)
     assert summary["trainable_parameters"] == adapter and summary["total_parameters"] == base + adapter
-    assert summary["peak_memory_gib"] == max(row["memory_peak_gib"] for row in rows)
+    assert summary["peak_memory_gib"] >= max(row["memory_peak_gib"] for row in rows)
     assert summary["adapter"] == "adapter" and (run / "adapter/adapter_config.json").is_file()
     manifest = json.loads((run / "manifest.json").read_text())
     assert {"run_id", "versions", "git_commit", "data_hash", "model", "seed", "fresh_adapter_hash", "hardware"} <= set(

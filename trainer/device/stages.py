@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from trainer.units import GIB
 
-LARGE_GAP = 0.1
-"""Share of the reserved bytes from which the gap is worth a setting."""
+LARGE_GAP, LEAST_GAP = 0.1, GIB // 4
+"""Share of the reserved bytes from which the gap is worth a setting, and bytes: less is no trouble to a small run."""
 REMEDIES = {
     "cuda": "PYTORCH_ALLOC_CONF=expandable_segments:True helps",
     "cpu": "MALLOC_MMAP_THRESHOLD_=65536 gives large blocks back at once",
@@ -43,4 +43,4 @@ def fragmentation(stages: dict[str, Stage], device_type: str) -> str:
     """The largest gap, and the allocator's setting that helps where it is large."""
     name, stage = max(stages.items(), key=lambda item: item[1].gap)
     words = f"at most {stage.gap / GIB:.2f} of {stage.reserved / GIB:.2f} GiB reserved, after {name}"
-    return f"{words}; {REMEDIES[device_type]}" if stage.gap > LARGE_GAP * stage.reserved else words
+    return f"{words}; {REMEDIES[device_type]}" if stage.gap > max(LEAST_GAP, LARGE_GAP * stage.reserved) else words

@@ -91,6 +91,7 @@ class Journal:
             "best_step": state.best_step,
             "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
             "peak_memory_gib": state.peak_memory / GIB,
+            "library_workspace_gib": memory.libraries() / GIB,
             "predicted_peak_memory_gib": predicted.peak / GIB if predicted is not None else None,
             "predicted_peak_at": predicted.highest.name if predicted is not None else None,
             "memory_baseline_gib": memory.baseline / GIB,

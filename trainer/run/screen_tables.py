@@ -112,8 +112,12 @@ def end_table(
         ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"),
         (
             "memory",
-            f"{summary['peak_memory_gib']:.2f} GiB peak allocated, "
-            f"{_predicted(summary)}; {summary['rss_peak_gib']:.2f} GiB process peak",
+            f"{_tensor_peak(summary):.2f} GiB peak of tensors, {_predicted(summary)}",
+        ),
+        (
+            "",
+            f"besides: {summary['library_workspace_gib']:.2f} GiB workspace of libraries; the process as a whole "
+            f"{summary['rss_peak_gib']:.2f} GiB",
         ),
         ("", f"allocated by stage: {sentence(memory.stages)} GiB"),
         ("fragmentation", fragmentation(memory.stages, memory.device.type)),
@@ -161,6 +165,11 @@ def _device_name(device: Any) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _tensor_peak(summary: dict[str, Any]) -> float:
+    """What a plan predicts. GiB."""
+    return max(0.0, summary["peak_memory_gib"] - summary["library_workspace_gib"])
 
 
 def _predicted(summary: dict[str, Any]) -> str:
