@@ -2,6 +2,7 @@
 
     python -m tests.bench memory [--write] [WORD ...]        37 configurations of every kind
     python -m tests.bench memory rss [--write]               the real peak itself against anonymous RSS
+    python -m tests.bench memory runs [--write] [rows=FILE]  whole runs, every option in one of them
     python -m tests.bench memory model FOLDER [--write]      a real model: policies, auto's budgets, their time
     python -m tests.bench memory tree [--write]              the README's page on levers, from the plan
     python -m tests.bench memory peers [--write]             other predictors on the same configurations
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 
-from tests.bench import _memory_model, _memory_peers, _memory_rss, _memory_tree
+from tests.bench import _memory_model, _memory_peers, _memory_rss, _memory_runs, _memory_tree
 from tests.bench._memory_cases import BASE, CONFIGURATIONS
 from tests.bench._memory_step import machine, real_step, worst_shape, write_section
 from trainer.config.compose import compose
@@ -62,7 +63,13 @@ def configurations(words: list[str]) -> None:
         write_section("memory", [title, "", head + "on top of what was alive. MiB.", "", summary, "", *table])
 
 
-PARTS = {"model": _memory_model.main, "rss": _memory_rss.main, "peers": _memory_peers.main, "tree": _memory_tree.main}
+PARTS = {
+    "model": _memory_model.main,
+    "rss": _memory_rss.main,
+    "runs": _memory_runs.main,
+    "peers": _memory_peers.main,
+    "tree": _memory_tree.main,
+}
 
 
 if __name__ == "__main__":
