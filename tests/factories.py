@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import torch
@@ -29,7 +31,12 @@ def option(group: str, name: str, **changes):
     """An option's dataclass with the values of its YAML, some changed; Hydra, a hundred times slower, is left out."""
     values = yaml.safe_load((shipped("conf") / group / f"{name}.yaml").read_text(encoding="utf-8"))
     schema_name = values.pop("defaults")[0].removeprefix(f"/schema/{group}/").removesuffix("@_here_")
-    return OPTIONS[group][schema_name](**{**values, **changes})
+    cls = OPTIONS[group][schema_name]
+    values |= changes
+    for name, kind in get_type_hints(cls).items():
+        if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(values.get(name), str):
+            values[name] = kind[values[name]]
+    return cls(**values)
 
 
 def random_tokens(lengths: list[int], vocabulary: int = VOCABULARY, seed: int = 0, targets: float = 0.7) -> TokenSet:

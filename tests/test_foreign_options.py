@@ -36,13 +36,13 @@ from trainer.registry import option
 from trainer.training.optimizers import Optim
 
 
-@option("optim", "adafactor")
+@option("optim", "asgd")
 @dataclass
-class Adafactor(Optim):
+class ASGD(Optim):
     def build(self, parameters):
         import torch
 
-        return torch.optim.Adafactor(self.groups(parameters), lr=self.learning_rate)
+        return torch.optim.ASGD(self.groups(parameters), lr=self.learning_rate)
 
 
 @option("optim", "adagrad")
@@ -63,9 +63,9 @@ class LBFGS(Optim):
         return torch.optim.LBFGS(parameters, lr=self.learning_rate)
 
 
-@option("adapter", "dora")
+@option("adapter", "directions")
 @dataclass
-class DoRA(Adapter):
+class Directions(Adapter):
     r: int
 
     def check(self, model):
@@ -119,10 +119,10 @@ class RowsLinear(torch.nn.Linear):
 '''
 
 YAMLS = {
-    "optim/adafactor": "learning_rate: 1e-3\nweight_decay: 0.0\n",
+    "optim/asgd": "learning_rate: 1e-3\nweight_decay: 0.0\n",
     "optim/adagrad": "learning_rate: 1e-3\nweight_decay: 0.0\n",
     "optim/lbfgs": "learning_rate: 1e-3\nweight_decay: 0.0\n",
-    "adapter/dora": "r: 4\n",
+    "adapter/directions": "r: 4\n",
     "checkpointing/again": "",
     "quant/rows": "",
 }
@@ -158,9 +158,9 @@ RUN = [
     "schedule=constant",
 ]
 CHOICES = {
-    "optim=adafactor": [],
+    "optim=asgd": [],
     "optim=adagrad": [],
-    "adapter=dora": ["quant=nf4"],
+    "adapter=directions": ["quant=nf4"],
     "checkpointing=again": [],
     "quant=rows": [],
 }
@@ -187,9 +187,9 @@ def test_a_foreign_option_plans_trains_and_resumes(brought, choice, more):
 def test_they_are_listed_and_are_rows_of_other_plans(brought, capsys):
     assert dispatch(["--help", "--options", "foreign_options.py"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("adafactor", "adagrad", "dora", "again", "rows"))
+    assert all(name in shown for name in ("asgd", "adagrad", "directions", "again", "rows"))
     rows = {row.change: row.needed for row in whatif.rows(Planner(compose(BASE).config), all_options())}
-    for choice in ("optim=adafactor", "checkpointing=again", "quant=rows"):
+    for choice in ("optim=asgd", "checkpointing=again", "quant=rows"):
         changed = Planner(compose([*BASE, choice]).config)
         assert rows[choice] == changed.needed(changed.predict()), choice
 

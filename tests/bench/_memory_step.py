@@ -20,6 +20,7 @@ from trainer.model import attention
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base, load_config
 from trainer.model.new_tokens import grow, planned_ids
+from trainer.model.roles import mark_tables
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -48,6 +49,7 @@ def training(config: Config, shape: Shape) -> Training:
     new_ids = planned_ids(base, config.model.new_tokens)
     grow(base, new_ids)
     adapted = config.adapter.attach(base, new_ids)
+    mark_tables(adapted)
     tile(base, config.model.mlp_tiles)
     config.checkpointing.apply(base)
     base.train()

@@ -33,6 +33,16 @@ EDGES = {
     "adapter.r": ([0, -8], [1, 64]),
     "adapter.alpha": ([0.0, -1.0, INF, NAN], [0.1, 64.0]),
     "adapter.dropout": ([-0.1, 1.0, NAN], [0.0, 0.99]),
+    "adapter.svd_iterations": ([0, -1], [1, 16, None]),
+    "adapter.iterations": ([0, -1], [1, 5]),
+    "adapter.learning_rate_ratio": ([0.0, -1.0, INF, NAN], [0.5, 16.0]),
+    "optim.decay_exponent": ([0.0, -1.1, 0.8, NAN], [-1.0, -0.5]),
+    "optim.clip_threshold": ([0.0, -1.0, INF, NAN], [0.1, 1.0]),
+    "optim.rank": ([0, -1], [1, 128]),
+    "optim.update_interval": ([0, -1], [1, 200]),
+    "optim.scale": ([0.0, -1.0, INF, NAN], [0.25, 1.0]),
+    "optim.momentum": ([-0.1, 1.0, NAN], [0.0, 0.95]),
+    "optim.newton_schulz_steps": ([0, -1], [1, 10]),
     "checkpointing.k": ([0, -1], [1, 4]),
     "optim.learning_rate": ([0.0, -1e-4, 2e4, INF, NAN], [1e-12, 1.0, 1000.0]),
     "optim.weight_decay": ([-0.1, INF, NAN], [0.0, 0.1]),
@@ -69,6 +79,9 @@ RANGES = ranges_of(Config) | {
     for name, declared in ranges_of(schema_of(group, option)).items()
 }
 
+NEEDS = {"galore_adamw": ("adapter=none", "quant=none")}
+"""What an option goes with."""
+
 ACTIVATIONS = "offload=activations"
 
 
@@ -84,7 +97,9 @@ def holding(key: str) -> Config:
         return configuration()
     option = next(o for o in options(section) if name in option_values(section, o))
     default = type(getattr(configuration(), section))
-    return configuration() if name in fields_of(default) else configuration(f"{section}={option}")
+    return (
+        configuration() if name in fields_of(default) else configuration(f"{section}={option}", *NEEDS.get(option, ()))
+    )
 
 
 def with_value(config: Config, key: str, value) -> Config:

@@ -7,7 +7,7 @@ from trainer.config.config_file import ConfigFile
 from trainer.config.schema import SECTIONS
 from trainer.config.shelf import CONF, default_choices, option_values, options, recipes, schema_of
 from trainer.errors import ConfigError
-from trainer.training.optimizers import AdamW8bit
+from trainer.training.optimizers.adam import AdamW8bit
 
 PACKAGED = sorted(file.stem for file in (CONF.parent / "recipes").glob("*.yaml"))
 

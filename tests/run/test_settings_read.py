@@ -99,6 +99,7 @@ def jobs(model: list[str], rows: Path) -> list[list[str]]:
         [*local, *FP4_ROW.split(), mixture],
         [*random, few_layers, *INT8_ROW.split()],
         [*random, few_layers, *PLAIN_ROW.split()],
+        *([*random, few_layers, "data.eval_fraction=0", *row.split()] for row in TECHNIQUES),
     ]
 
 
@@ -112,6 +113,16 @@ data.streaming=true data.eval_fraction=0"""
 PLAIN_ROW = """quant=none adapter=none optim=paged_adamw_8bit schedule=cosine precision=fp32 loss=chunked
 checkpointing=none kernels=compiled kernels.backend=aot_eager train.epochs=1 train.max_steps=null
 data.chat_template=plain"""
+TECHNIQUES = [
+    "adapter=dora optim=adafactor",
+    "adapter=rslora optim=muon",
+    "adapter=lora_plus optim=lion_8bit",
+    "adapter=loftq quant=nf4 optim=adamw_schedule_free schedule=constant",
+    "adapter=pissa",
+    "adapter=none quant=none optim=galore_adamw",
+    "adapter=ia3",
+    "adapter=peft quant=none",
+]
 
 
 def test_every_declared_setting_is_read(tiny, rows, tmp_path, monkeypatch, capsys):

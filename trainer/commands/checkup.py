@@ -159,6 +159,9 @@ def kernels() -> Iterator[Finding]:
             yield Finding(part, OK, f"{_version(package) or 'installed'} ({use})")
         else:
             yield Finding(part, OK, f"{_version(package) or 'installed'}, for GPUs only ({use})")
+    library, use = "pytorch-optimizer", "optim=galore_adamw, optim=adamw_schedule_free"
+    found = _version(library) or "not installed; optional: pip install 'trainer[optimizers]'"
+    yield Finding(library, OK, f"{found} ({use})")
 
 
 def _missing_of_varlen() -> str | None:

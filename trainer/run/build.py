@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from trainer.config.saved import Run
 from trainer.config.schema import Config
 from trainer.data.batches.batch import MicroBatch, collate
 from trainer.data.batches.loader import evaluation_batches
 from trainer.device.measure import Memory
+from trainer.errors import ModelError
 from trainer.model import attention
+from trainer.model.adapters import Adapter
+from trainer.model.adapters.beginning import Beginning
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base
 from trainer.model.new_tokens import grow
 from trainer.model.offload.activations import Mover
 from trainer.model.offload.block_stream import BlockStream
 from trainer.model.offload.streamed_base import streamed_base
+from trainer.model.roles import mark_tables
 from trainer.run.clock import Clock
 from trainer.run.prepare import Prepared
 from trainer.training.loop import Loop
 from trainer.training.packing_probe import check_packing
 from trainer.training.throughput import count_arithmetic
-from trainer.training.weights import total_parameters
+from trainer.training.weights import load_trainable, total_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +54,12 @@ class Ready:
     """what brings the frozen blocks"""
     mover: Mover | None
     """what keeps block inputs in host memory"""
+    beginning: Beginning | None
+    """what took a part of the base's weights for the adapter"""
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """The base, as far as it is still there."""
+        return self.adapted.disable_adapter() if self.beginning is None else self.beginning.as_begun(self.adapted)
 
     def close(self) -> None:
         """Called when the run ends, however it does."""
@@ -66,11 +78,12 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         chosen, why = attention.choose_padded(prepared.config)
     with clock.stage("weights"):
         torch.manual_seed(config.seed)
-        base, stream = _load(config, prepared, chosen)
+        beginning = config.adapter.beginning(config.quant, dtypes.compute, device)
+        base, stream = _load(config, prepared, chosen, beginning)
     memory.at("weights loaded")
     with clock.stage("adapter"):
         torch.manual_seed(config.seed)
-        adapted = _adapt(config, prepared, base)
+        adapted = _adapt(config, prepared, base, beginning)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = config.optim.build(parameters)
     memory.at("adapter attached")
@@ -100,26 +113,43 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
             return evaluation_batches(tokens, prepared.steps.packing, prepared.plan.train)
 
     mover = getattr(prepared.plan.policy, "mover", None)
-    return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover)
+    return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover, beginning)
 
 
-def _load(config: Config, prepared: Prepared, attention: str) -> tuple[PreTrainedModel, BlockStream | None]:
+def _load(
+    config: Config, prepared: Prepared, attention: str, beginning: Beginning | None
+) -> tuple[PreTrainedModel, BlockStream | None]:
     """The frozen base, on the device or streamed to it."""
     what = (config.model, prepared.config, config.quant, prepared.dtypes, prepared.device, attention)
     if prepared.source is None:
-        return load_base(*what), None
-    return streamed_base(*what, prepared.source)
+        return load_base(*what, before=beginning), None
+    return streamed_base(*what, prepared.source, before=beginning)
 
 
-def _adapt(config: Config, prepared: Prepared, base: PreTrainedModel) -> torch.nn.Module:
+def _adapt(config: Config, prepared: Prepared, base: PreTrainedModel, beginning: Beginning | None) -> torch.nn.Module:
     """Puts into the base what trains, and what changes how it computes; returns the PEFT model around it, if any."""
     new_ids = prepared.tokenizer.convert_tokens_to_ids(config.model.new_tokens)
     grow(base, new_ids)
     adapted = config.adapter.attach(base, new_ids)
+    mark_tables(adapted)
+    begin_from(config.adapter, adapted)
+    if beginning is not None:
+        beginning.put(adapted)
     tile(base, config.model.mlp_tiles)
     prepared.plan.policy.apply(base)
     config.kernels.install(base)
     return adapted
+
+
+def begin_from(adapter: Adapter, adapted: torch.nn.Module) -> None:
+    """Puts in the weights that training begins from. Raises ModelError where they are another model's."""
+    folder = adapter.init_folder()
+    if folder is None:
+        return
+    try:
+        load_trainable(adapted, folder)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"adapter.init_from={folder}: does not fit this model: {error}.") from error
 
 
 def _check(config: Config, prepared: Prepared, loop: Loop, clock: Clock) -> None:

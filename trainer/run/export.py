@@ -26,7 +26,8 @@ def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
     prepared, run_dir, clock = ready.prepared, journal.folder.path, journal.clock
     ends = stop_tokens(prepared.steps.ends(), prepared.tokenizer)
     with clock.stage("result"), storage_errors(run_dir):
-        name = export(ready.adapted, ready.loop.model, prepared.tokenizer, ends, run_dir, prepared.decoder_in_whole)
+        tokenizer, whole = prepared.tokenizer, prepared.decoder_in_whole
+        name = export(ready.adapted, ready.loop.model, tokenizer, ends, run_dir, whole, ready.beginning)
     answers = []
     if prepared.held_out is not None and run.config.train.compare_prompts:
         with clock.stage("answers"):
@@ -59,7 +60,7 @@ def held_out_answers(ready: Ready, end_tokens: list[int], count: int) -> list[di
         row = {"asked_as": "text" if isinstance(opening.asked, str) else "chat"}
         row |= {"prompt": opening.question, "expected": opening.answer}
         if isinstance(ready.adapted, PeftModel):
-            with ready.adapted.disable_adapter():
+            with ready.without_adapter():
                 row["base"] = ask()
         row["trained"] = ask()
         answers.append(row)

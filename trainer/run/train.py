@@ -32,7 +32,7 @@ from trainer.tracking.console import Screen, quiet_libraries
 from trainer.tracking.run_folder import RunFolder
 from trainer.training.checkpoint import Checkpoints
 from trainer.training.deterministic import deterministic_kernels
-from trainer.training.evaluate import evaluate
+from trainer.training.evaluate import Evaluation, evaluate
 from trainer.training.interrupts import Interrupts
 from trainer.training.loop import train
 from trainer.training.state import State
@@ -73,7 +73,8 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         _tell_start(run, beginning, ready, journal)
         retreat = Retreat(run, beginning, ready, journal, checkpoints, rng)
         _train(run, ready, journal, checkpoints, rng, retreat, interrupts)
-        return export_result(run, ready, journal)
+        with run.config.optim.evaluating(ready.loop.optimizer):
+            return export_result(run, ready, journal)
 
 
 def _say_unused_card(asked: Device, device: torch.device, screen: Screen) -> None:
@@ -132,6 +133,11 @@ def _train(
         journal.screen.bar("training", prepared.steps.num_steps, state.step) as bar,
         recorded_allocations(config.memory.snapshot, prepared.device, journal) as record,
     ):
+
+        def held_out_loss(batches: Iterable[MicroBatch]) -> Evaluation:
+            with config.optim.evaluating(loop.optimizer):
+                return evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check)
+
         watch = Watch(
             train=config.train,
             loop=loop,
@@ -140,7 +146,7 @@ def _train(
             bar=bar,
             matmul_flops=journal.matmul_flops,
             held_out=retreat.held_out,
-            evaluate=lambda batches: evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check),
+            evaluate=held_out_loss,
             save=save,
             amend=amend,
             saved=(state.step, state.evaluated_step),

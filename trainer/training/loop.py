@@ -15,6 +15,7 @@ from trainer.device.measure import Memory
 from trainer.errors import NonFiniteError
 from trainer.model.precision import Dtypes
 from trainer.training.losses import Loss
+from trainer.training.optimizers.optim import RATE_RATIO
 from trainer.training.schedules import Schedule
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import Arithmetic
@@ -80,7 +81,7 @@ def train(
         step = state.step + 1
         learning_rate = loop.learning_rate(step)
         for group in loop.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
 
         micro_batches = loop.steps.step(step)
         # The loss is the mean over the targets of the whole step: one divisor for all its micro-batches.

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.model.live_storages import LiveStorages, rounded
+from trainer.training.optimizer_state import flat
 
 SMALL = 2**16
 """Numbers in a parameter that is stepped on real values; a larger one is measured by smaller ones."""
@@ -137,8 +138,8 @@ def _state(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, devi
     size = rounded(device_type)
     tensors = {
         id(value): value
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, torch.Tensor) and not key.startswith("qmap") and value.ndim
+        for value in flat(optimizer.state[parameter]).values()
+        if isinstance(value, torch.Tensor) and value.ndim
     }
     return sum(size(value) for value in tensors.values())
 
@@ -162,7 +163,7 @@ def _second_step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Par
     optimizer.step()
     storages = LiveStorages(rounding=1)
     for parameter in parameters:
-        storages.hold(parameter, parameter.grad, *optimizer.state[parameter].values())
+        storages.hold(parameter, parameter.grad, *flat(optimizer.state[parameter]).values())
     before = storages.live
     with storages:
         optimizer.step()

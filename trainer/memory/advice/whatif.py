@@ -150,6 +150,8 @@ def _adapters(planner: Planner, options: Options) -> Iterator[ChangeRow]:
     if planner.static.base_parameters > SMALL_MODEL or planner.config.adapter.trains_base:
         return
     for name, adapter in _alternatives(planner, options, "adapter"):
+        if not adapter.trains_base:
+            continue  # another small set of parameters: no other memory to speak of
         for more in ({}, {"quant": options["quant"]["none"]}):
             other = _planned(planner, adapter=adapter, **more)
             if other is not None:

@@ -21,6 +21,7 @@ from trainer.model.adapters import decoder_linears
 from trainer.model.fused.tiles import tile
 from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow, planned_ids
+from trainer.model.roles import mark_tables
 from trainer.registry import name_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def outline(
         base.config.use_cache = False
         with _named("adapter", config.adapter):
             adapted = config.adapter.attach(base, new_ids)
+        mark_tables(adapted)
         tile(base, config.model.mlp_tiles)
     return Outline(base, adapted, quantised)
 

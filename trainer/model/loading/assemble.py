@@ -34,8 +34,10 @@ def assemble(
     attention: str,
     fill: Fill,
     filled: Callable[[PreTrainedModel, str], None] = lambda base, name: None,
+    before: Fill | None = None,
 ) -> PreTrainedModel:
-    """The base on `device`, its decoder's linear layers quantised; `filled` hears of each module when it is done."""
+    """The base on `device`, its decoder's linear layers quantised; `before` may change a module that has its values,
+    before it is; `filled` hears of each module when it is done."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=dtypes.compute, attn_implementation=attention)
     quantised = set(decoder_linears(base))
@@ -48,6 +50,8 @@ def assemble(
                 continue
             module.to_empty(device=device, recurse=False)
             fill(base, name, module)
+            if before is not None:
+                before(base, name, module)
             if name in quantised:
                 parent, _, child = name.rpartition(".")
                 setattr(base.get_submodule(parent), child, quant.linear(module, dtypes.compute, device))

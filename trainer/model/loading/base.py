@@ -24,7 +24,7 @@ from trainer.model.families import IN_WHOLE, TEXT_KEYS, check_unread, text_confi
 from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
 from trainer.model.loading.architecture import building, check_fields, loading, skeleton, written_config
-from trainer.model.loading.assemble import FromFiles, assemble, at_random
+from trainer.model.loading.assemble import Fill, FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.loading.model_source import ModelSource
 from trainer.model.loading.quantized_cache import through_cache
@@ -115,11 +115,22 @@ def differences(model: Model, config: PretrainedConfig) -> str | None:
 
 
 def load_base(
-    model: Model, config: PretrainedConfig, quant: Quant, dtypes: Dtypes, device: torch.device, attention: str
+    model: Model,
+    config: PretrainedConfig,
+    quant: Quant,
+    dtypes: Dtypes,
+    device: torch.device,
+    attention: str,
+    before: Fill | None = None,
 ) -> PreTrainedModel:
-    """The base model, quantised while it is loaded or made, on `device`."""
+    """The base model, quantised while it is loaded or made, on `device`; `before` sees each module before that."""
     if model.weights is Weights.random:
-        base = assemble(config, quant, dtypes, device, attention, at_random)
+        base = assemble(config, quant, dtypes, device, attention, at_random, before=before)
+    elif before is not None:
+        source = find(model)
+        base = assemble(config, quant, dtypes, device, attention, from_files(model, source), before=before)
+        quant.mark(base)  # PEFT picks its layers by it
+        named(base, source)
     else:
         base = _pretrained_base(model, config, quant, dtypes, device, attention)
     return settled(base)

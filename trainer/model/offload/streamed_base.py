@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.model.adapters import decoder_linears
 from trainer.model.loading import base as load
-from trainer.model.loading.assemble import assemble, at_random
+from trainer.model.loading.assemble import Fill, assemble, at_random
 from trainer.model.model_settings import Weights
 from trainer.model.offload.block_stream import BlockSource, BlockStream, StreamedBlock, install, streamed_block
 from trainer.model.offload.copies import Copies, copies_for
@@ -37,17 +37,18 @@ def streamed_base(
     attention: str,
     source: BlockSource,
     copies: Copies | None = None,
+    before: Fill | None = None,
 ) -> tuple[PreTrainedModel, BlockStream]:
     """The base with the linear weights of its blocks in `source`, and what brings them. The same numbers as resident.
 
-    `copies` (by default the device's own) does the copying.
+    `copies` (by default the device's own) does the copying; `before` sees each module before it is quantised.
     """
     fill, found = at_random, None
     if model.weights is Weights.pretrained:
         found = load.find(model)
         fill = load.from_files(model, found)
     sending = _Sending(source, device)
-    base = assemble(config, quant, dtypes, device, attention, fill, sending.filled)
+    base = assemble(config, quant, dtypes, device, attention, fill, sending.filled, before)
     blocks = sending.finish(base)
     stream = BlockStream(blocks, source, copies or copies_for(device, reads=source.reads), device)
     install(stream)
