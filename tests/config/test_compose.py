@@ -18,7 +18,7 @@ from trainer.config.types import fields_of
 from trainer.device.find import Device
 from trainer.errors import ConfigError
 from trainer.registry import to_plain
-from trainer.training.optimizers import AdamW
+from trainer.training.optimizers.adam import AdamW
 from trainer.training.train_settings import Train
 
 
