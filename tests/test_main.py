@@ -236,7 +236,7 @@ def test_growing_segments_where_there_is_a_card_and_never_over_the_users(card, g
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, {"GOMP_SPINCOUNT": "2000"}),
+        ({}, {"GOMP_SPINCOUNT": "5000"}),
         ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],

@@ -24,7 +24,7 @@ COMMANDS = {
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
     "doctor": "what this machine can do, and the fix of each problem",
 }
-SPINS = 2000
+SPINS = 5000
 """Turns of a pause instruction: most operations follow one another within them, and a busy core loses little."""
 HELP_FLAGS = ("-h", "--help")
 
