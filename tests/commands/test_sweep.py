@@ -82,8 +82,8 @@ def test_a_sweep_ends_with_one_table_and_the_best_marked(trials, tmp_path, capsy
         ["2", "seed=3", "completed", "2.0000", "2"],
     ]
     assert "held-out loss" in out and "did not complete" not in out
-    assert asked == [["seed=1", "optim=adamw", f"output_dir='{folder}/0'"]] + [
-        [f"seed={n + 1}", "optim=adamw", f"output_dir='{folder}/{n}'"] for n in (1, 2)
+    assert asked == [["seed=1", "optim=adamw", "recipe=quickstart", f"output_dir='{folder}/0'"]] + [
+        [f"seed={n + 1}", "optim=adamw", "recipe=quickstart", f"output_dir='{folder}/{n}'"] for n in (1, 2)
     ]
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "0", "1", "2", "multirun.yaml", "sweep.jsonl"]
 
@@ -155,8 +155,8 @@ def test_the_default_folder_is_one_for_the_whole_sweep(trials, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     _, asked = trials
     assert here("-m", "seed=1,2") == 0
-    (folder,) = (tmp_path / "outputs/custom").iterdir()
-    assert [words[-1] for words in asked] == [f"output_dir='outputs/custom/{folder.name}/{n}'" for n in (0, 1)]
+    (folder,) = (tmp_path / "outputs/quickstart").iterdir()
+    assert [words[-1] for words in asked] == [f"output_dir='outputs/quickstart/{folder.name}/{n}'" for n in (0, 1)]
 
 
 def foreign(folder: Path) -> str:

@@ -19,7 +19,7 @@ from trainer.config.shelf import options, schema_of
 from trainer.registry import to_plain
 
 ROOT = Path(command.__file__).parents[1]
-ONLY_LOOKS = ("config", "registry.py", "run/screen_tables.py", "run/beginning.py", "data/tokens/audit.py")
+ONLY_LOOKS = ("config", "registry.py", "run/screen_tables.py", "data/tokens/audit.py")
 """Parts of trainer/ that check, save, compare or show settings: a read there changes nothing that a run does."""
 HYDRAS = {"recipe", "output_dir"}
 """Read where Hydra makes the folder: hydra.run.dir is ${output_dir}, which holds ${recipe}; tests/config has that."""
