@@ -15,8 +15,7 @@ from tests.processes import kill_after_step
 from tests.support import REPO, metrics, train_here
 from tests.tracking.offline import records
 from trainer.errors import Interrupted
-from trainer.tracking.trackers import Mode
-from trainer.tracking.wandb import has_key, resolve_mode
+from trainer.tracking.wandb import Mode, has_key, resolve_mode
 from trainer.training.watch import Watch
 
 

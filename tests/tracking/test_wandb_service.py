@@ -16,7 +16,7 @@ from tests.support import metrics, train_here
 from tests.tracking.offline import records
 from trainer.config.compose import compose
 from trainer.tracking import wandb as module
-from trainer.tracking.trackers import Mode
+from trainer.tracking.wandb import Mode
 
 TEXT = "A cow says moo. A dog says woof."
 """An answer in the training rows: no tracking service may get it."""

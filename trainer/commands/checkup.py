@@ -227,8 +227,7 @@ def wandb() -> Iterator[Finding]:
     if _version("wandb") is None:
         yield Finding("W&B", PROBLEM, "not installed", "pip install wandb, or use track=local")
         return
-    from trainer.tracking.trackers import Mode
-    from trainer.tracking.wandb import has_key, host, resolve_mode
+    from trainer.tracking.wandb import Mode, has_key, host, resolve_mode
 
     key, mode = has_key(), resolve_mode(Mode.auto).value
     found = f"{_address(host())}; {'a key is there' if key else 'no key'}; track.mode=auto is {mode}"

@@ -21,6 +21,7 @@ from trainer.model.offload.offloads import Offload
 from trainer.model.precision import Precision
 from trainer.model.quant import Quant
 from trainer.ranges import Range
+from trainer.tracking import tensorboard, wandb  # noqa: F401  (their options)
 from trainer.tracking.trackers import Track
 from trainer.training.engine import Engine
 from trainer.training.losses import Loss

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainer.errors import ConfigError
+from trainer.registry import option
 from trainer.tracking.axes import Axes
-from trainer.tracking.trackers import IDENTITY, SUMMARY
+from trainer.tracking.trackers import IDENTITY, SUMMARY, Track
 
 FOLDER = "tensorboard"
+
+
+@option("track", "tensorboard")
+@dataclass
+class TensorBoard(Track):
+    """TensorBoard event files in the run folder."""
+
+    def build(self, run_dir, run_id, config):
+        return TensorBoardTracker(run_dir, run_id, config)
 
 
 class TensorBoardTracker:

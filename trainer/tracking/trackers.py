@@ -1,21 +1,13 @@
-"""Options of the group `track`: where metrics go besides metrics.jsonl and the screen."""
+"""The group `track`: where metrics go besides metrics.jsonl and the screen. Each service has a file with its option."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.registry import Section, option
-
-
-class Mode(Enum):
-    auto = "auto"
-    online = "online"
-    offline = "offline"
-    disabled = "disabled"
 
 
 class Tracker(Protocol):
@@ -76,44 +68,3 @@ class Local(Track):
 
     def build(self, run_dir, run_id, config):
         return None
-
-
-@option("track", "wandb")
-@dataclass
-class WandB(Track):
-    """Weights & Biases; its files lie in the run folder."""
-
-    project: str
-    """project in W&B"""
-    entity: str | None
-    """user or team in W&B; null: the key's own"""
-    group: str | None
-    """group of runs; null: none, and for the trials of a sweep the sweep's folder"""
-    name: str | None
-    """the run's name; null: the run folder's"""
-    tags: list[str]
-    """words to find the run by"""
-    notes: str | None
-    """free text about the run"""
-    mode: Mode
-    """auto: what WANDB_MODE says, else online with an API key, offline without one"""
-    log_adapter: bool
-    """send the finished adapter (or model) as an artifact"""
-
-    def build(self, run_dir, run_id, config):
-        from trainer.tracking.wandb import WandBTracker, resolve_mode
-
-        if resolve_mode(self.mode) is Mode.disabled:
-            return None
-        return WandBTracker(self, run_dir, run_id, config)
-
-
-@option("track", "tensorboard")
-@dataclass
-class TensorBoard(Track):
-    """TensorBoard event files in the run folder."""
-
-    def build(self, run_dir, run_id, config):
-        from trainer.tracking.tensorboard import TensorBoardTracker
-
-        return TensorBoardTracker(run_dir, run_id, config)

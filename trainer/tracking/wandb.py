@@ -13,18 +13,54 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.redact import redacted
+from trainer.registry import option
 from trainer.tracking.axes import Axes
-from trainer.tracking.trackers import IDENTITY, SUMMARY, Mode
+from trainer.tracking.trackers import IDENTITY, SUMMARY, Track
 
-if TYPE_CHECKING:
-    from trainer.tracking.trackers import WandB
+
+class Mode(Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@option("track", "wandb")
+@dataclass
+class WandB(Track):
+    """Weights & Biases; its files lie in the run folder."""
+
+    project: str
+    """project in W&B"""
+    entity: str | None
+    """user or team in W&B; null: the key's own"""
+    group: str | None
+    """group of runs; null: none, and for the trials of a sweep the sweep's folder"""
+    name: str | None
+    """the run's name; null: the run folder's"""
+    tags: list[str]
+    """words to find the run by"""
+    notes: str | None
+    """free text about the run"""
+    mode: Mode
+    """auto: what WANDB_MODE says, else online with an API key, offline without one"""
+    log_adapter: bool
+    """send the finished adapter (or model) as an artifact"""
+
+    def build(self, run_dir, run_id, config):
+        if resolve_mode(self.mode) is Mode.disabled:
+            return None
+        return WandBTracker(self, run_dir, run_id, config)
+
 
 REACH_SECONDS = 5
 INIT_SECONDS = 20
