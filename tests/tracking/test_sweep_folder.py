@@ -46,7 +46,7 @@ def test_a_kill_while_a_row_is_written_loses_that_row_only(tmp_path):
 )
 def test_the_metric_is_the_held_out_loss_or_without_one_the_training_loss(summary, expected, tmp_path):
     if summary is not None:
-        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / "summary.json").write_text(json.dumps({"status": "completed", **summary}))
     assert metric_of(tmp_path) == expected
 
 
