@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from trainer.config.compose import compose
+from trainer.config.shelf import all_options
 from trainer.memory.advice.stack import _Deep, stack
 from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.static import Static
@@ -25,7 +26,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def rungs(config):
-    return {rung.technique: rung for rung in stack(config)}
+    return {rung.technique: rung for rung in stack(config, all_options())}
 
 
 def test_weights_and_states_are_the_sums_by_hand(rungs):
@@ -58,7 +59,7 @@ def test_each_technique_brings_what_the_textbook_says_it_brings(rungs):
 
 def test_two_depths_give_what_the_whole_depth_gives(config):
     """A 12-layer model in place of the 70B's 80, so that the whole is quickly made."""
-    deep = _Deep(config, quant="nf4", adapter="lora", optim="adamw_8bit")
+    deep = _Deep(config, all_options(), quant="nf4", adapter="lora", optim="adamw_8bit")
     planner = deep._planners[1]
     shallow_config = copy.deepcopy(planner.model_config)
     shallow_config.num_hidden_layers = 12
