@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.bench._memory_cases import BASE, A
@@ -30,8 +32,7 @@ def test_three_budgets(planner):
     for budget in (least * 1.01, (least + most) / 2, most * 1.01):
         chosen = fit(planner, budget / GIB)
         assert chosen.peak <= budget
-        planner.config.checkpointing = chosen.policy
-        real, _ = real_step(planner.config, planner.shape)
+        real, _ = real_step(replace(planner.config, checkpointing=chosen.policy), planner.shape)
         assert real <= budget * 1.01
         kept = sum(isinstance(policy, NoCheckpointing) for policy in chosen.policy.policies)
         shares.append((recomputed_share(planner, chosen.policy), -kept))
