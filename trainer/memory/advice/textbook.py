@@ -24,16 +24,6 @@ def full_mixed_precision(parameters: int, state: int = ADAM) -> int:
     return parameters * (BF16 + FP32 + BF16 + state)
 
 
-def full_parts(parameters: int, state: int = ADAM) -> dict[str, int]:
-    """The same, line by line."""
-    return {
-        "weights (bf16)": BF16 * parameters,
-        "master weights (fp32)": FP32 * parameters,
-        "gradients (bf16)": BF16 * parameters,
-        "optimizer state": state * parameters,
-    }
-
-
 def lora(parameters: int, trainable: int) -> int:
     """A bf16 base, bf16 gradients and fp32 Adam state of the adapter only (Hu et al. 2021, LoRA, section 4.2)."""
     return BF16 * parameters + BF16 * trainable + ADAM * trainable
@@ -47,16 +37,6 @@ def qlora(parameters: int, trainable: int) -> int:
 def lora_parameters(layers: int, projections: int, hidden: int, rank: int) -> int:
     """theta of square projections: each adds A (r, d) and B (d, r) (Hu et al. 2021, section 4.1)."""
     return layers * projections * 2 * hidden * rank
-
-
-def rank_share(rank: int, rows: int, columns: int) -> float:
-    """What share of a matrix' parameters its adapter has: r (d + k) / (d k)."""
-    return rank * (rows + columns) / (rows * columns)
-
-
-def adam_state(trainable: int) -> int:
-    """Two fp32 moments (Kingma & Ba 2015)."""
-    return ADAM * trainable
 
 
 def activations_rule(batch: int, tokens: int, hidden: int, layers: int) -> int:
