@@ -35,7 +35,15 @@ TECHNIQUES = {
 }
 
 
-@pytest.mark.parametrize(("choice", "more"), TECHNIQUES.items(), ids=TECHNIQUES)
+SAMPLE = ("optim=lion_8bit", "optim=muon", "optim=galore_adamw", "adapter=pissa", "adapter=ia3")
+"""Those that CI runs; the others are slow tests."""
+CASES = [
+    pytest.param(choice, more, id=choice, marks=() if choice in SAMPLE else pytest.mark.slow)
+    for choice, more in TECHNIQUES.items()
+]
+
+
+@pytest.mark.parametrize(("choice", "more"), CASES)
 def test_a_technique_plans_trains_and_resumes(choice, more, tmp_path):
     words = [*BASE, choice, *more, *RUN]
     config = compose(words).config

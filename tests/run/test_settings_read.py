@@ -119,7 +119,7 @@ TECHNIQUES = [
     "adapter=lora_plus optim=lion_8bit",
     "adapter=loftq quant=nf4 optim=adamw_schedule_free schedule=constant",
     "adapter=pissa",
-    "adapter=none quant=none optim=galore_adamw",
+    "adapter=none quant=none optim=galore_adamw optim.rank=8",
     "adapter=ia3",
     "adapter=peft quant=none",
 ]
