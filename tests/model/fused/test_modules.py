@@ -17,9 +17,9 @@ from torch.utils.checkpoint import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.factories import VOCABULARY, gradients, llama, packed_batch, random_tokens
+from tests.factories import VOCABULARY, gradients, llama, option, packed_batch, random_tokens
 from trainer.model import checkpointing
-from trainer.model.adapters import LoRA, decoder_linears
+from trainer.model.adapters import decoder_linears
 from trainer.model.attention import PACKED
 from trainer.model.fused import functions
 from trainer.model.fused import modules as fused
@@ -43,7 +43,7 @@ def quantised(model, dtype=torch.float32):
 
 def attached(model, targets="all-linear", dropout=0.0, fused=False, seed=1):
     """LoRA on the model, with a B that is not zero: otherwise A would get no gradient."""
-    adapter = LoRA(r=4, alpha=8, dropout=dropout, target_modules=targets, modules_to_save=[], fused=fused)
+    adapter = option("adapter", "lora", r=4, alpha=8, dropout=dropout, target_modules=targets, fused=fused)
     torch.manual_seed(seed)
     adapted = adapter.attach(model)
     for name, parameter in adapted.named_parameters():
