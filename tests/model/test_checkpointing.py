@@ -12,7 +12,6 @@ from tests.factories import gradients, load, option, options, packed_batch, rand
 from tests.support import train_here
 from trainer.errors import ConfigError, ModelError
 from trainer.model import checkpointing as module
-from trainer.model.adapters import LoRA
 from trainer.model.attention import PACKED
 from trainer.model.checkpointing import (
     Attention,
@@ -180,9 +179,7 @@ def _deep_model(quantised: bool = False):
             parent, _, child = name.rpartition(".")
             linear = NF4(double_quant=True).linear(base.get_submodule(name), torch.float32, torch.device("cpu"))
             setattr(base.get_submodule(parent), child, linear)
-    settings = {"r": 4, "alpha": 8.0, "dropout": 0.2, "target_modules": "all-linear", "modules_to_save": []}
-    settings["fused"] = False
-    adapted = LoRA(**settings).attach(base)
+    adapted = option("adapter", "lora", r=4, alpha=8.0, dropout=0.2, fused=False).attach(base)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)

@@ -19,7 +19,7 @@ from trainer.device.find import find_device
 from trainer.errors import DataError, ModelError
 from trainer.export.answering import Say, answer, answer_many, tidied
 from trainer.memory.predict.planner import Planner
-from trainer.model.adapters.beginning import Beginning
+from trainer.model.adapters.weight_share import WeightShare
 from trainer.model.attention import choose_padded
 from trainer.model.loading.architecture import building
 from trainer.model.loading.base import adapter_keys, load_base, load_config
@@ -73,14 +73,14 @@ class Trained:
             )
 
 
-def _base(config: Config, dtypes: Dtypes, device: torch.device, beginning: Beginning | None) -> PreTrainedModel:
+def _base(config: Config, dtypes: Dtypes, device: torch.device, weight_share: WeightShare | None) -> PreTrainedModel:
     """The frozen base, streamed where the run streamed it: else it would not fit."""
     model_config = load_config(config.model)
     what = (config.model, model_config, config.quant, dtypes, device, choose_padded(model_config)[0])
     if not config.offload.streams:
-        return load_base(*what, before=beginning)
+        return load_base(*what, before=weight_share)
     needed = Planner(config, model_config, dtypes=dtypes).static.streamed
-    return streamed_base(*what, config.offload.source(device, needed), before=beginning)[0]
+    return streamed_base(*what, config.offload.source(device, needed), before=weight_share)[0]
 
 
 def load_trained(run: Run, folder: Path) -> Trained:
@@ -102,15 +102,15 @@ def load_trained(run: Run, folder: Path) -> Trained:
     if result.name == "adapter":
         if config.model.weights is Weights.random:
             raise ModelError(f"run={folder}: its base was random weights, which are not kept; it cannot answer.")
-        beginning = config.adapter.beginning(config.quant, dtypes.compute, device)
-        base = _base(config, dtypes, device, beginning)
+        weight_share = config.adapter.weight_share(config.quant, dtypes.compute, device)
+        base = _base(config, dtypes, device, weight_share)
         # The adapter holds the rows of new tokens and not the tables around them.
         grow(base, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
         with building(f"{result}: cannot be loaded"):
             # It puts the adapter's layers into base.
             adapted = peft.PeftModel.from_pretrained(base, result, key_mapping=adapter_keys(config.model))
-        if beginning is not None:
-            beginning.on_rest(adapted)
+        if weight_share is not None:
+            weight_share.on_rest(adapted)
         keep_tables_apart(adapted)
         model = base
     else:

@@ -20,7 +20,7 @@ from trainer.training.weights import ADAPTER_FILE, MODEL_FILE, save_trainable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from trainer.model.adapters.beginning import Beginning
+    from trainer.model.adapters.weight_share import WeightShare
 
 
 def export(
@@ -30,21 +30,21 @@ def export(
     end_tokens: list[int],
     run_dir: Path,
     decoder_in_whole: str | None = None,
-    beginning: Beginning | None = None,
+    weight_share: WeightShare | None = None,
 ) -> str:
     """Writes adapter/ or model/ whole; returns its name in the run folder.
 
     `decoder_in_whole`: what the text decoder is called in the model that its folder holds, where it was taken out of
     one; the adapter is written for that model, which is what plain transformers loads.
-    `beginning`: what took a part of the base for the adapter, which is written for the base as it was.
+    `weight_share`: what took a part of the base for the adapter, which is written for the base as it was.
     """
     name = "adapter" if isinstance(adapted, PeftModel) else "model"
     building = run_dir / f".building-{name}"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     save_trainable(adapted, building)
-    if beginning is not None:
-        beginning.to_plain(building)
+    if weight_share is not None:
+        weight_share.to_plain(building)
     if name == "adapter" and decoder_in_whole is not None:
         fit_whole(building, adapted, decoder_in_whole)
     if name == "model":

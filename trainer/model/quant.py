@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig
 
-    from trainer.model.adapters import Adapter
-
 
 @dataclass
 class Quant(Section, ABC):
@@ -63,9 +61,8 @@ class Quant(Section, ABC):
         if self.loaded_as is not None:
             setattr(base, self.loaded_as, True)
 
-    def check(self, model: torch.nn.Module, adapter: Adapter) -> None:
-        """Raises ModelError where the adapter trains a layer whole whose weights have too few bits to train."""
-        whole = adapter.trained_whole(model)
+    def check(self, whole: list[str]) -> None:
+        """Raises ModelError where layers train whole (adapter.trained_whole) whose weights have too few bits for it."""
         if whole:
             raise ModelError(
                 f"adapter.modules_to_save={whole}: trains layers whole that this run quantises, and a quantised weight "
@@ -83,7 +80,7 @@ class NoQuant(Quant):
 
     costs = "no dequantisation"
 
-    def check(self, model, adapter):
+    def check(self, whole):
         pass
 
     def config(self, compute_dtype):

@@ -18,7 +18,7 @@ from trainer.device.measure import Memory
 from trainer.errors import ModelError
 from trainer.model import attention
 from trainer.model.adapters import Adapter
-from trainer.model.adapters.beginning import Beginning
+from trainer.model.adapters.weight_share import WeightShare
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base
 from trainer.model.new_tokens import grow
@@ -54,12 +54,12 @@ class Ready:
     """what brings the frozen blocks"""
     mover: Mover | None
     """what keeps block inputs in host memory"""
-    beginning: Beginning | None
+    weight_share: WeightShare | None
     """what took a part of the base's weights for the adapter"""
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """The base, as far as it is still there."""
-        return self.adapted.disable_adapter() if self.beginning is None else self.beginning.as_begun(self.adapted)
+        return self.adapted.disable_adapter() if self.weight_share is None else self.weight_share.as_begun(self.adapted)
 
     def close(self) -> None:
         """Called when the run ends, however it does."""
@@ -78,12 +78,12 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         chosen, why = attention.choose_padded(prepared.config)
     with clock.stage("weights"):
         torch.manual_seed(config.seed)
-        beginning = config.adapter.beginning(config.quant, dtypes.compute, device)
-        base, stream = _load(config, prepared, chosen, beginning)
+        weight_share = config.adapter.weight_share(config.quant, dtypes.compute, device)
+        base, stream = _load(config, prepared, chosen, weight_share)
     memory.at("weights loaded")
     with clock.stage("adapter"):
         torch.manual_seed(config.seed)
-        adapted = _adapt(config, prepared, base, beginning)
+        adapted = _adapt(config, prepared, base, weight_share)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = config.optim.build(parameters)
     memory.at("adapter attached")
@@ -113,28 +113,30 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
             return evaluation_batches(tokens, prepared.steps.packing, prepared.plan.train)
 
     mover = getattr(prepared.plan.policy, "mover", None)
-    return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover, beginning)
+    return Ready(prepared, loop, adapted, held_out, f"{chosen} ({why})", trainable, total, stream, mover, weight_share)
 
 
 def _load(
-    config: Config, prepared: Prepared, attention: str, beginning: Beginning | None
+    config: Config, prepared: Prepared, attention: str, weight_share: WeightShare | None
 ) -> tuple[PreTrainedModel, BlockStream | None]:
     """The frozen base, on the device or streamed to it."""
     what = (config.model, prepared.config, config.quant, prepared.dtypes, prepared.device, attention)
     if prepared.source is None:
-        return load_base(*what, before=beginning), None
-    return streamed_base(*what, prepared.source, before=beginning)
+        return load_base(*what, before=weight_share), None
+    return streamed_base(*what, prepared.source, before=weight_share)
 
 
-def _adapt(config: Config, prepared: Prepared, base: PreTrainedModel, beginning: Beginning | None) -> torch.nn.Module:
+def _adapt(
+    config: Config, prepared: Prepared, base: PreTrainedModel, weight_share: WeightShare | None
+) -> torch.nn.Module:
     """Puts into the base what trains, and what changes how it computes; returns the PEFT model around it, if any."""
     new_ids = prepared.tokenizer.convert_tokens_to_ids(config.model.new_tokens)
     grow(base, new_ids)
     adapted = config.adapter.attach(base, new_ids)
     mark_tables(adapted)
     begin_from(config.adapter, adapted)
-    if beginning is not None:
-        beginning.put(adapted)
+    if weight_share is not None:
+        weight_share.put(adapted)
     tile(base, config.model.mlp_tiles)
     prepared.plan.policy.apply(base)
     config.kernels.install(base)

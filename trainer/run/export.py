@@ -27,7 +27,7 @@ def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
     ends = stop_tokens(prepared.steps.ends(), prepared.tokenizer)
     with clock.stage("result"), storage_errors(run_dir):
         tokenizer, whole = prepared.tokenizer, prepared.decoder_in_whole
-        name = export(ready.adapted, ready.loop.model, tokenizer, ends, run_dir, whole, ready.beginning)
+        name = export(ready.adapted, ready.loop.model, tokenizer, ends, run_dir, whole, ready.weight_share)
     answers = []
     if prepared.held_out is not None and run.config.train.compare_prompts:
         with clock.stage("answers"):

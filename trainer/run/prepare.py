@@ -133,7 +133,7 @@ def check_shape(config: Config, shape: PreTrainedModel) -> None:
     """Raises ModelError where the settings do not fit the model, which may be on the meta device."""
     config.adapter.check(shape)
     config.offload.check(shape, config.adapter)
-    config.quant.check(shape, config.adapter)
+    config.quant.check(config.adapter.trained_whole(shape))
     check_tiles(shape, config.model.mlp_tiles)
 
 

@@ -13,7 +13,7 @@ from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.errors import ConfigError, ModelError
 from trainer.export.reload import load_trained
-from trainer.model.adapters.beginning import low_rank
+from trainer.model.adapters.weight_share import low_rank
 from trainer.model.loading.base import load_base, load_config
 from trainer.training.weights import load_trainable
 
@@ -25,11 +25,11 @@ def begun(name: str, quant: str, model_words: list[str], **changes):
     config = compose(model_words).config
     adapter = option("adapter", name, **changes)
     quantisation = option("quant", quant)
-    beginning = adapter.beginning(quantisation, torch.float32, CPU)
-    base = load_base(config.model, load_config(config.model), quantisation, FP32, CPU, "sdpa", beginning)
+    weight_share = adapter.weight_share(quantisation, torch.float32, CPU)
+    base = load_base(config.model, load_config(config.model), quantisation, FP32, CPU, "sdpa", weight_share)
     adapted = adapter.attach(base)
-    beginning.put(adapted)
-    return beginning, adapted
+    weight_share.put(adapted)
+    return weight_share, adapted
 
 
 def effective(adapted) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def test_the_result_is_a_lora_of_twice_the_rank_for_the_base_as_it_was(name, qua
     train_here([*base_overrides, *words], run)
     trained = load_trained(load_run(run), run).model.eval()
     adapter = option("adapter", name, r=4)
-    beginning, adapted = begun(name, quant, tiny.overrides(), r=4)
+    weight_share, adapted = begun(name, quant, tiny.overrides(), r=4)
     steps = sorted((run / "checkpoints").glob("step-*"))
     load_trainable(adapted, steps[-1])
     ids = packed_batch(random_tokens([24], vocabulary=280)).input_ids
@@ -98,7 +98,7 @@ def test_the_result_is_a_lora_of_twice_the_rank_for_the_base_as_it_was(name, qua
     assert torch.allclose(logits(trained), ours, atol=1e-5)
     reopened = peft.PeftModel.from_pretrained(load(tiny.path), run / "adapter").eval()
     assert reopened.peft_config["default"].r == 8
-    with beginning.as_begun(adapted):
+    with weight_share.as_begun(adapted):
         first = logits(adapted)
     assert torch.equal(logits(adapted), ours) and (ours - first).abs().max() > 1e-2
     plain = logits(load(tiny.path))

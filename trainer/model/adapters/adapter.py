@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import peft
     import torch
 
-    from trainer.model.adapters.beginning import Beginning
+    from trainer.model.adapters.weight_share import WeightShare
     from trainer.model.quant import Quant
 
 MADE_BY_PEFT = "adapter_config.json", "adapter_model.safetensors"
@@ -53,7 +53,7 @@ class Adapter(Section, ABC):
         """The adapter that training begins from; None: a fresh one."""
         return None
 
-    def beginning(self, quant: Quant, compute_dtype: torch.dtype, device: torch.device) -> Beginning | None:
+    def weight_share(self, quant: Quant, compute_dtype: torch.dtype, device: torch.device) -> WeightShare | None:
         """What takes a part out of the base's weights while they are loaded; None: the base stays as it is."""
         return None
 

@@ -14,7 +14,7 @@ from trainer.registry import option
 if TYPE_CHECKING:
     import torch
 
-    from trainer.model.adapters.beginning import Pair, RoundTrip
+    from trainer.model.adapters.weight_share import Pair, RoundTrip
 
 
 @option("adapter", "pissa")
@@ -52,14 +52,14 @@ class PiSSA(LoRA):
                     f"singular directions than {min(layer.in_features, layer.out_features)}. Lower adapter.r."
                 )
 
-    def beginning(self, quant, compute_dtype, device):
-        from trainer.model.adapters.beginning import Beginning, round_trip
+    def weight_share(self, quant, compute_dtype, device):
+        from trainer.model.adapters.weight_share import WeightShare, round_trip
 
-        return Beginning(self, round_trip(quant, compute_dtype, device))
+        return WeightShare(self, round_trip(quant, compute_dtype, device))
 
     def split(self, weight: torch.Tensor, round_trip: RoundTrip) -> tuple[torch.Tensor, Pair]:
         """A weight (d, k), in fp32, as what the base keeps of it (before it is quantised) and the first A, B."""
-        from trainer.model.adapters.beginning import low_rank
+        from trainer.model.adapters.weight_share import low_rank
 
         a, b = low_rank(weight, self.r, self.alpha / self.r, self.svd_iterations)
         return weight - self.alpha / self.r * b @ a, (a, b)
@@ -84,7 +84,7 @@ class LoftQ(PiSSA):
         return super().problems(config)
 
     def split(self, weight, round_trip):
-        from trainer.model.adapters.beginning import low_rank
+        from trainer.model.adapters.weight_share import low_rank
 
         scale, product = self.alpha / self.r, 0.0
         for _ in range(self.iterations):

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
@@ -20,7 +20,6 @@ from trainer.model.adapters.targets import find_targets
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trainer.model.adapters.from_weights import PiSSA
     from trainer.model.quant import Quant
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,13 +28,24 @@ RoundTrip = Callable[[torch.Tensor], torch.Tensor]
 """A weight as it is after it was quantised."""
 
 
-class Beginning:
+class Splits(Protocol):
+    """An adapter that begins as a part of the weights."""
+
+    r: int
+    alpha: float
+    target_modules: Any
+
+    def split(self, weight: torch.Tensor, round_trip: RoundTrip) -> tuple[torch.Tensor, Pair]:
+        """A weight (d, k) as what the base keeps of it, and the first A, B."""
+
+
+class WeightShare:
     """Takes a low-rank part out of each target's weight as the base is loaded, and gives it to the adapter.
 
     All of it is a pure function of the weights: a resumed or reloaded run finds the same.
     """
 
-    def __init__(self, adapter: PiSSA, round_trip: RoundTrip):
+    def __init__(self, adapter: Splits, round_trip: RoundTrip):
         self.adapter, self.round_trip = adapter, round_trip
         self.pairs: dict[str, Pair] = {}
         """by the layer's name in the base"""
