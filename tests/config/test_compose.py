@@ -51,22 +51,25 @@ def test_the_oracle_sees_a_wrong_type():
 
 
 KERNELS = [name for name in options("kernels") if name != "torch"]
-ROWS = max(len(options(group)) for group in SECTIONS) + len(KERNELS)
+ROWS = 4 * max(len(options(group)) for group in SECTIONS) + len(KERNELS)
+ASKED = {"adamw_schedule_free": {"schedule": "constant"}, "galore_adamw": {"adapter": "none", "quant": "none"}}
+"""What an optimizer asks of other groups."""
 
 
 def picks(row: int) -> dict[str, str]:
     """The n-th option of each group, with adapter=none where and only where quant=none allows it, and an offload that
     the others allow. The last rows have the kernels, which exclude the most."""
     chosen = {group: options(group)[row % len(options(group))] for group in (*SECTIONS, "train")}
+    chosen |= ASKED.get(chosen["optim"], {})
     adapters = [name for name in options("adapter") if name != "none"]
-    chosen["adapter"] = "none" if chosen["quant"] == "none" else adapters[row % len(adapters)]
+    chosen["adapter"] = "none" if chosen["quant"] == "none" else adapters[(row + row // len(adapters)) % len(adapters)]
     recomputes = chosen["checkpointing"] not in ("none", "attention")
     streamed = {"fp4": "base_cpu", "nf4": "base_disk"}.get(chosen["quant"])
     chosen["offload"] = streamed or ("activations" if recomputes and chosen["quant"] == "none" else "none")
     chosen["kernels"] = "torch"
     if row >= ROWS - len(KERNELS):
         chosen |= {"kernels": KERNELS[row - ROWS], "quant": "nf4", "adapter": "lora"}
-        chosen |= {"offload": "none", "checkpointing": "full"}
+        chosen |= {"offload": "none", "checkpointing": "full", "optim": "adamw"}
     return chosen
 
 
@@ -250,7 +253,7 @@ def test_trials_are_counted_as_hydra_counts_them(words):
 
 
 def test_a_glob_is_the_options_of_a_group():
-    assert expand(parse(["optim=glob(*8bit)", "seed=1"])) == [
+    assert expand(parse(["optim=glob(*adamw_8bit)", "seed=1"])) == [
         ["optim=adamw_8bit", "seed=1"],
         ["optim=paged_adamw_8bit", "seed=1"],
     ]
