@@ -97,7 +97,7 @@ def test_a_disk_that_fails_keeps_the_checkpoint(job, tmp_path, monkeypatch):
     monkeypatch.setattr(sources.FileSource, "_open", noted)
     monkeypatch.setattr(Checkpoints, "save", breaking)
     with pytest.raises(StorageError, match=r"block \d of the base cannot be read back.*last checkpoint is kept"):
-        train_here([*job, *DEEP, "offload=base_disk"], folder)
+        train_here([*job, *DEEP, "offload=base_disk", "memory.on_oom=fail"], folder)
     assert (folder / "checkpoints" / "last").read_text().strip() == "step-00000002"
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
     monkeypatch.undo()
