@@ -115,11 +115,12 @@ checkpointing=none kernels=compiled kernels.backend=aot_eager train.epochs=1 tra
 data.chat_template=plain"""
 TECHNIQUES = [
     "adapter=dora optim=adafactor",
-    "adapter=rslora optim=muon",
-    "adapter=lora_plus optim=lion_8bit",
+    "adapter=rslora optim=lion_8bit",
+    "adapter=lora_plus",
     "adapter=loftq quant=nf4 optim=adamw_schedule_free schedule=constant",
     "adapter=pissa",
     "adapter=none quant=none optim=galore_adamw optim.rank=8",
+    "adapter=none quant=none optim=muon",
     "adapter=ia3",
     "adapter=peft quant=none",
 ]
@@ -135,6 +136,8 @@ def test_every_declared_setting_is_read(tiny, rows, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(command, "plan", watching)
     for number, words in enumerate(jobs(tiny.overrides(), rows)):
         assert here(*words, f"output_dir={tmp_path / str(number)}") == 0, capsys.readouterr().err
-    assert here(*jobs(tiny.overrides(), rows)[0], "data.path=none.jsonl", f"output_dir={tmp_path / 'debug'}") == 3
+    first = jobs(tiny.overrides(), rows)[0]
+    assert here(*first, f"output_dir={tmp_path / '0'}") == 0  # a folder that holds a run
+    assert here(*first, "data.path=none.jsonl", f"output_dir={tmp_path / 'debug'}") == 3
     unread = {pair for pair in declared() - set(reads) if pair not in {("Config", name) for name in HYDRAS}}
     assert sorted(f"{cls}.{name}" for cls, name in unread) == []

@@ -272,7 +272,7 @@ def test_an_allocators_failure_says_what_to_change(job, tmp_path, monkeypatch):
         train_here([*job, "train.save_every=1", "memory.on_oom=fail"], tmp_path / "run")
     assert error.value.exit_code == 7
     message = str(error.value)
-    assert "train.micro_batch_tokens=64 data.max_length=64 train.accumulation_steps=4" in message
+    assert "train.micro_batch_tokens=64 train.accumulation_steps=4 data.max_length=64" in message
     assert "step-0000000" in message
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
 

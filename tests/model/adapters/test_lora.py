@@ -108,9 +108,9 @@ def test_modules_to_save_must_exist_and_train_whole():
 def test_what_is_quantised_cannot_train_whole(quant, ending):
     model = llama()
     with pytest.raises(ModelError, match=f"modules_to_save=.'{ending}'.*use quant=none"):
-        option("quant", quant).check(model, lora(modules_to_save=[ending, "embed_tokens"]))
-    option("quant", quant).check(model, lora(modules_to_save=["embed_tokens", "norm"]))
-    option("quant", "none").check(model, lora(modules_to_save=[ending]))
+        option("quant", quant).check(lora(modules_to_save=[ending, "embed_tokens"]).trained_whole(model))
+    option("quant", quant).check(lora(modules_to_save=["embed_tokens", "norm"]).trained_whole(model))
+    option("quant", "none").check(lora(modules_to_save=[ending]).trained_whole(model))
 
 
 def test_trainables_are_fp32_over_a_bf16_base_and_nothing_else_trains():
