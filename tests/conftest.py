@@ -6,6 +6,7 @@ results do not depend on which instructions the machine has.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -72,3 +73,9 @@ def base_overrides(tiny, chats) -> list[str]:
         "train.epochs=2",
         "train.save_every=0",
     ]
+
+
+def pytest_collection_finish():
+    """What the imports made stays to the end: a collection, and every run makes some, need not look at it again."""
+    gc.collect()
+    gc.freeze()

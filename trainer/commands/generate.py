@@ -13,7 +13,7 @@ from trainer.data.sources.files import DataFile
 from trainer.data.sources.rows import json_value, read_pieces, text_of
 from trainer.data.tokens.counts import ASKED_AS
 from trainer.errors import ConfigError, DataError, StorageError, closest, in_json, listing, visible
-from trainer.libraries import load_bitsandbytes
+from trainer.libraries import loading
 from trainer.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def run(words: list[str]) -> int:
     _check(prompt, file, to)
     way = _way(arguments.get("as"), folder, system)
     all_asked = None if file is None else read_prompts(Path(file), system, way == "text")
-    load_bitsandbytes()
-    from trainer.export.dialogue import Conversation
-    from trainer.export.reload import load_trained
-    from trainer.tracking.console import Screen, quiet_libraries
+    with loading():
+        from trainer.export.dialogue import Conversation
+        from trainer.export.reload import load_trained
+        from trainer.tracking.console import Screen, quiet_libraries
 
     quiet_libraries(Screen())
     trained = load_trained(saved, folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.config.compose import compose, started_from
 from trainer.config.shelf import all_options
 from trainer.errors import ConfigError, PlanError, StorageError
-from trainer.libraries import load_bitsandbytes
+from trainer.libraries import loading
 
 HELP = """trainer plan [key=value ...] [explain=true]
 
@@ -27,13 +27,13 @@ def run(words: list[str]) -> int:
     rest, note = started_from(rest)
     config = compose(rest).config
     wanted = any(word.startswith("output_dir=") for word in rest)
-    load_bitsandbytes()
-    from trainer.memory.advice.picture import bar_chart
-    from trainer.memory.advice.report import full_plan
-    from trainer.memory.advice.show import show, show_explanation
-    from trainer.memory.predict.planner import Planner
-    from trainer.run.prepare import check_shape
-    from trainer.tracking.console import Screen, quiet_libraries
+    with loading():
+        from trainer.memory.advice.picture import bar_chart
+        from trainer.memory.advice.report import full_plan
+        from trainer.memory.advice.show import show, show_explanation
+        from trainer.memory.predict.planner import Planner
+        from trainer.run.prepare import check_shape
+        from trainer.tracking.console import Screen, quiet_libraries
 
     screen = Screen()
     quiet_libraries(screen)

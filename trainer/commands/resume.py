@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from trainer.commands.arguments import run_argument
-from trainer.libraries import load_bitsandbytes
+from trainer.libraries import loading
 from trainer.training.train_settings import Resume
 
 HELP = """trainer resume run=DIR
@@ -18,8 +18,8 @@ Continues a stopped run from its last good checkpoint with the configuration sav
 def run(words: list[str]) -> int:
     folder, saved = run_argument(words, allowed=())
     began = time.perf_counter()
-    load_bitsandbytes()
-    from trainer.run.train import run_training
+    with loading():
+        from trainer.run.train import run_training
 
     import_seconds = time.perf_counter() - began
     train = replace(saved.config.train, resume=Resume.auto)  # whatever was said about a second start: this is one

@@ -21,7 +21,7 @@ from trainer.config.shelf import CONF
 from trainer.config.types import fields_of
 from trainer.device.find import check_device
 from trainer.errors import ConfigError, StorageError, TrainerError, closest, listing
-from trainer.libraries import load_bitsandbytes
+from trainer.libraries import loading
 from trainer.tracking.run_folder import check_usable
 from trainer.training.engine import Engine
 
@@ -105,8 +105,8 @@ def _run_one(planned: Planned) -> int:
 
 def _train(planned: Planned) -> None:
     began = time.perf_counter()
-    load_bitsandbytes()
-    from trainer.run.train import run_training
+    with loading():
+        from trainer.run.train import run_training
 
     run_training(planned.run, planned.folder.absolute(), time.perf_counter() - began)
 

@@ -60,19 +60,25 @@ def _state_as_in_a_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if optimizer.state:
         yield
         return
-    settings = [(group, {key: group[key] for key in ("lr", "weight_decay")}) for group in optimizer.param_groups]
+    settings = [(group, dict(group)) for group in optimizer.param_groups]  # some count their steps there
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    negative_zeros = [((p == 0) & p.signbit()).nonzero(as_tuple=True) for p in parameters]  # -0.0 + 0.0 is 0.0
     try:
-        for group, values in settings:
-            group.update(dict.fromkeys(values, 0.0))
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+        for group, _ in settings:
+            group.update(lr=0.0, weight_decay=0.0)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield
     finally:
         optimizer.zero_grad(set_to_none=True)
         for group, values in settings:
+            group.clear()
             group.update(values)
+        with torch.no_grad():
+            for parameter, places in zip(parameters, negative_zeros, strict=True):
+                parameter[places] = -0.0
         _forget(optimizer)
 
 
