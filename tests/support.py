@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,17 @@ def train_here(overrides: list[str], run_dir: Path) -> dict:
     from trainer.run.train import run_training
 
     return run_training(compose([*overrides, f"output_dir={run_dir}"]), run_dir)
+
+
+def slow_but(fast: Collection, values: Iterable) -> list:
+    """Values to parametrise with, tuples for several names: a plain run of the tests takes the fast ones alone."""
+    import pytest
+
+    slow = [pytest.mark.slow]
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[] if value in fast else slow)
+        for value in values
+    ]
 
 
 def metrics(run_dir: Path, event: str = "train") -> list[dict]:

@@ -200,9 +200,9 @@ def _raise(*args, **kwargs):
     ("breaking", "where"),
     [
         (_break_load, "loading"),
-        (_break_probe, "the probe"),
+        pytest.param(_break_probe, "the probe", marks=pytest.mark.slow),
         (_break_step, "step"),
-        (_break_evaluation, "the evaluation or checkpoint after step 0"),
+        pytest.param(_break_evaluation, "the evaluation or checkpoint after step 0", marks=pytest.mark.slow),
         (_break_save, "the evaluation or checkpoint after step 1"),
     ],
     ids=["load", "probe", "step", "evaluation", "save"],

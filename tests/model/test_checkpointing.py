@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.factories import gradients, load, option, options, packed_batch, random_tokens
-from tests.support import train_here
+from tests.support import slow_but, train_here
 from trainer.errors import ConfigError, ModelError
 from trainer.model import checkpointing as module
 from trainer.model.attention import PACKED
@@ -98,7 +98,7 @@ def test_full_runs_every_layer_twice(tiny):
 
 
 @pytest.mark.parametrize("policy", OPTIONS)
-@pytest.mark.parametrize("quant", ["none", "nf4"])
+@pytest.mark.parametrize("quant", slow_but(["nf4"], ["none", "nf4"]))
 def test_every_b_changes_in_the_first_step_of_a_run(policy, quant, base_overrides, tmp_path):
     """A3, from the command's words to the saved adapter, without a warning about inputs that need no gradient."""
     from safetensors.torch import load_file

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import in_child, kill_after_step, kill_at
-from tests.support import CHATS, REPO, chat_rows, metrics, train_here, write_jsonl
+from tests.support import CHATS, REPO, chat_rows, metrics, slow_but, train_here, write_jsonl
 from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.errors import StorageError
@@ -161,7 +161,13 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    slow_but(
+        ["between two micro-batches", "between the weights' step and its count", "before a checkpoint gets its name"],
+        PLACES,
+    ),
+)
 def test_killed_anywhere(place, job, uninterrupted, tmp_path):
     run = tmp_path / "run"
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from tests.support import metrics, train_here
+from tests.support import metrics, slow_but, train_here
 from trainer.config.saved import load_run
 from trainer.errors import ConfigError, ModelError, StorageError
 from trainer.export.reload import load_trained
@@ -38,8 +38,13 @@ def same_adapter(left, right) -> bool:
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
-@pytest.mark.parametrize("offload", ["base_disk", "base_cpu"])
-@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize(
+    ("weights", "offload"),
+    slow_but(
+        [("pretrained", "base_disk"), ("random", "base_cpu")],
+        [(weights, offload) for weights in ("pretrained", "random") for offload in ("base_disk", "base_cpu")],
+    ),
+)
 def test_a_run_is_bit_equal_to_the_resident_one(offload, weights, job, tmp_path):
     words = job if weights == "pretrained" else [*job, *DEEP]
     train_here(words, tmp_path / "resident")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.support import metrics, train_here
+from tests.support import metrics, slow_but, train_here
 from trainer.errors import Interrupted, OutOfMemoryError
 from trainer.run import train as train_module
 from trainer.tracking.metrics import read_metrics
@@ -163,8 +163,16 @@ STAGES = [
     ("evaluation", 1, 0),
     ("evaluation", 2, 0),
 ]
-NF4_STAGES = [("backward", 6, 0), ("optimizer", 4, 0)]
-"""Those that every run of the tests takes with a quantised base and 8-bit moments; the others are slow ones."""
+QUICK = [
+    ("fp32", "forward", 5, 1),
+    ("fp32", "loss", 4, 0),
+    ("fp32", "backward", 2, 1),
+    ("fp32", "optimizer", 1, 0),
+    ("fp32", "evaluation", 2, 0),
+    ("nf4", "backward", 6, 0),
+    ("nf4", "optimizer", 4, 0),
+]
+"""Those that every run of the tests takes; the others are slow ones."""
 SETTINGS = {
     "fp32": ["quant=none"],
     "nf4": ["quant=nf4", "optim=adamw_8bit"],
@@ -179,11 +187,7 @@ def optimizer_of(words) -> type:
 
 @pytest.mark.parametrize(
     ("settings", "stage", "call", "block"),
-    [
-        pytest.param(name, *stage, marks=[pytest.mark.slow] * (name == "nf4" and stage not in NF4_STAGES))
-        for name in SETTINGS
-        for stage in STAGES
-    ],
+    slow_but(QUICK, [(name, *stage) for name in SETTINGS for stage in STAGES]),
 )
 def test_a_step_that_ran_out_is_made_again(settings, stage, call, block, job, untouched, tmp_path, monkeypatch):
     words = [*job, *SETTINGS[settings]]

@@ -72,10 +72,22 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("stage", "signum"),
     [
-        *((stage, signal.SIGTERM) for stage in STAGES),
+        ("tokenise", signal.SIGTERM),
+        ("evaluation", signal.SIGTERM),
+        ("save", signal.SIGTERM),
         ("load", signal.SIGINT),
-        ("step", signal.SIGINT),
         ("step", signal.SIGHUP),
+        *(
+            pytest.param(stage, signum, marks=pytest.mark.slow)
+            for stage, signum in [
+                ("load", signal.SIGTERM),
+                ("probe", signal.SIGTERM),
+                ("first evaluation", signal.SIGTERM),
+                ("step", signal.SIGTERM),
+                ("step", signal.SIGINT),
+                ("result", signal.SIGTERM),
+            ]
+        ),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

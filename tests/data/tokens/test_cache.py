@@ -126,7 +126,7 @@ def test_one_flipped_bit_anywhere_is_found_before_arrow_sees_it(file, cache, tok
 
     monkeypatch.setattr("trainer.data.tokens.cache.open_tokens", open_tokens)
     draw = np.random.default_rng(17)
-    for number in range(60):
+    for number in range(20):
         path = list(whole)[number % len(whole)]
         damaged, bit = bytearray(whole[path]), int(draw.integers(8 * len(whole[path])))
         damaged[bit // 8] ^= 1 << bit % 8

@@ -84,9 +84,11 @@ def test_a_budget_that_is_too_small_gets_ranked_ways(planner):
     "words",
     [
         [],
-        ["checkpointing=none", "optim=adamw", "loss=full", "train.accumulation_steps=1"],
+        pytest.param(
+            ["checkpointing=none", "optim=adamw", "loss=full", "train.accumulation_steps=1"], marks=pytest.mark.slow
+        ),
         ["packing=none", "quant=none", "checkpointing=selective"],
-        ["device=cuda", "quant=int8", "precision=bf16"],
+        pytest.param(["device=cuda", "quant=int8", "precision=bf16"], marks=pytest.mark.slow),
     ],
     ids=["nf4", "adamw", "padded", "cuda int8"],
 )

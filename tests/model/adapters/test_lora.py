@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.factories import llama, load, option, packed_batch, random_tokens
-from tests.support import train_here
+from tests.support import slow_but, train_here
 from trainer.config.compose import compose
 from trainer.errors import ModelError
 from trainer.model.adapters import decoder_linears, find_targets
@@ -140,7 +140,7 @@ def test_the_update_is_alpha_over_r_times_b_times_a():
     assert torch.allclose(wrapped(x), before + 3.0 * (x @ a.T @ b.T), atol=1e-4)
 
 
-@pytest.mark.parametrize("quant", ["none", "nf4", "int8"])
+@pytest.mark.parametrize("quant", slow_but(["nf4"], ["none", "nf4", "int8"]))
 @pytest.mark.parametrize("targets", ["all-linear", "[q_proj,v_proj]", r"'.*\.0\..*_proj'", "[q_proj,lm_head]"])
 def test_plain_peft_reopens_the_adapter_with_equal_logits(targets, quant, base_overrides, tiny, tmp_path, monkeypatch):
     """A1: two tensors a target, B not zero, and no difference at all to the model that was trained."""
