@@ -258,8 +258,11 @@ def test_a_service_that_refuses_is_named_and_the_run_goes_on_offline(
     says, reason, stub, base_overrides, tmp_path, capfd
 ):
     """The first reason, in one line; the same run, all of it, to be synced later; nothing else on the screen."""
+    import wandb
+
     stub.says, run = says, tmp_path / "run"
     train_here(words_of(base_overrides), run)
+    wandb.teardown()  # its process closes the file after it has answered that the run is finished
     (kinds,) = offline_runs(run)
     assert kinds["run"][0].run_id == json.loads((run / "manifest.json").read_text())["run_id"]
     sent = {row["step"]: row["train/loss"] for row in history(kinds) if "train/loss" in row}
