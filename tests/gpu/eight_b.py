@@ -23,9 +23,10 @@ from trainer.memory.predict.planner import Planner
 from trainer.memory.predict.speed import recomputed_share
 from trainer.memory.predict.trace import Shape
 from trainer.model import attention
-from trainer.model.checkpointing import NoCheckpointing, attention_of, blocks_of
+from trainer.model.checkpointing import NoCheckpointing, blocks_of
 from trainer.model.fused import modules as fused
 from trainer.model.loading.base import load_base, load_config
+from trainer.model.recompute import attention_of
 from trainer.training.throughput import count_arithmetic, matmul_flops
 from trainer.units import GIB
 

@@ -8,8 +8,9 @@ from tests.factories import option
 from trainer.config.compose import compose
 from trainer.memory.ladder import ladder
 from trainer.memory.predict.planner import Planner
-from trainer.model.checkpointing import FullCheckpointing, Keep, NoCheckpointing, PerBlock, Selective
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing, PerBlock, Selective
 from trainer.model.offload.activations import MovedInputs
+from trainer.model.recompute import Keep
 
 SELECTIVE = Selective(keep=Keep.attention)
 MIXED = PerBlock([FullCheckpointing(), SELECTIVE, NoCheckpointing(), NoCheckpointing()])

@@ -13,17 +13,8 @@ from tests.support import slow_but, train_here
 from trainer.errors import ConfigError, ModelError
 from trainer.model import checkpointing as module
 from trainer.model.attention import PACKED
-from trainer.model.checkpointing import (
-    Attention,
-    EveryK,
-    FullCheckpointing,
-    Keep,
-    NoCheckpointing,
-    PerBlock,
-    Selective,
-    Sqrt,
-    kept_operations,
-)
+from trainer.model.checkpointing import Attention, EveryK, FullCheckpointing, NoCheckpointing, PerBlock, Selective, Sqrt
+from trainer.model.recompute import Keep, kept_operations
 from trainer.training.losses import Chunked
 
 OPTIONS = options("checkpointing")

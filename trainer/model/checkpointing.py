@@ -7,22 +7,19 @@ conf/checkpointing/selective.yaml.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from math import ceil, sqrt
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.errors import ConfigError, ModelError
+from trainer.model.recompute import Again, Keep, Segment, attention_of, checkpointable, keeps, kept_operations, run_by
 from trainer.ranges import AT_LEAST_1
 from trainer.registry import Section, name_of, option
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.checkpoint import CheckpointPolicy
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class NoCheckpointing(Checkpointing):
             self.apply_block(block)
 
     def apply_block(self, block):
-        _run_by(block, None)
+        run_by(block, None)
 
     def cheaper(self):
         return Selective(keep=Keep.attention)
@@ -120,7 +117,7 @@ class FullCheckpointing(Checkpointing):
         # gradients, which costs block 0's backward through q, k, v. Non-reentrant checkpointing does not need it.
         from torch.utils.checkpoint import checkpoint
 
-        _run_by(block, partial(checkpoint, use_reentrant=False))
+        run_by(block, partial(checkpoint, use_reentrant=False))
 
     def recomputed(self, work):
         return 1.0
@@ -138,9 +135,9 @@ class Segments(Checkpointing):
         blocks = blocks_of(model, self)
         length = self.length(len(blocks))
         for start in range(0, len(blocks), length):
-            segment = _Segment(blocks[start : start + length])
+            segment = Segment(blocks[start : start + length])
             for position, block in enumerate(segment.blocks):
-                _run_by(block, segment.runner(position))
+                run_by(block, segment.runner(position))
 
     def apply_block(self, block):
         raise AssertionError("a segment is more than a block")
@@ -190,37 +187,19 @@ class Attention(Checkpointing):
     cuts_blocks = True
 
     def apply_block(self, block):
-        _run_by(block, None)
+        run_by(block, None)
         attention = attention_of(block)
         if attention is None:
             raise ModelError(
                 f"checkpointing=attention: {type(block).__name__} has no attention module. Use checkpointing=full."
             )
-        attention.forward = _Again(attention)  # on this instance only; the block's code calls it as before
+        attention.forward = Again(attention)  # on this instance only; the block's code calls it as before
 
     def cheaper(self):
         return Selective(keep=Keep.attention)
 
     def recomputed(self, work):
         return (work.kernel + work.projections) / work.total
-
-
-class _Again:
-    """The forward of an attention module that runs again in backward."""
-
-    def __init__(self, attention: torch.nn.Module):
-        self.attention, self.own = attention, attention.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.attention.training:
-            return self.own(*args, **kwargs)
-        return _checkpoint(self.own, *args, **kwargs)
-
-
-class Keep(Enum):
-    attention = "attention"
-    linear = "linear"
-    both = "both"
 
 
 @option("checkpointing", "selective")
@@ -239,8 +218,8 @@ class Selective(Checkpointing):
     def apply_block(self, block):
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-        contexts = partial(create_selective_checkpoint_contexts, partial(_keeps, set(kept_operations(self.keep))))
-        _run_by(block, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+        contexts = partial(create_selective_checkpoint_contexts, partial(keeps, set(kept_operations(self.keep))))
+        run_by(block, partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
     def cheaper(self):
         return FullCheckpointing()
@@ -289,114 +268,3 @@ def blocks_of(model: torch.nn.Module, policy: Checkpointing) -> list[torch.nn.Mo
             "Use checkpointing=none."
         )
     return blocks
-
-
-def attention_of(block: torch.nn.Module) -> torch.nn.Module | None:
-    """The block's own attention module."""
-    return next((child for child in block.children() if "Attention" in type(child).__name__), None)
-
-
-def kept_operations(keep: Keep) -> list[Any]:
-    """Operations whose outputs a selective policy keeps; those that this torch does not have are left out."""
-    import torch
-    import torch.nn.attention.varlen  # registers its operation
-
-    names = {
-        Keep.attention: [
-            "aten::_scaled_dot_product_flash_attention_for_cpu",
-            "aten::_scaled_dot_product_flash_attention",
-            "aten::_scaled_dot_product_efficient_attention",
-            "aten::_scaled_dot_product_cudnn_attention",
-            "torch_attn::_varlen_attn",
-        ],
-        Keep.linear: ["aten::mm", "aten::addmm", "aten::bmm", "bitsandbytes::gemm_4bit"],
-    }
-    keep = Keep(keep)
-    chosen = names[Keep.attention] + names[Keep.linear] if keep is Keep.both else names[keep]
-    found = []
-    for name in chosen:
-        space, _, operation = name.partition("::")
-        packet = getattr(getattr(torch.ops, space), operation, None)
-        if packet is not None:
-            found.append(packet.default)
-    return found
-
-
-_nothing_kept = ContextVar("nothing_kept", default=False)
-
-
-@contextmanager
-def nothing_kept() -> Iterator[None]:
-    """What is computed within it is computed again for backward by itself: a selective policy keeps none of it."""
-    token = _nothing_kept.set(True)
-    try:
-        yield
-    finally:
-        _nothing_kept.reset(token)
-
-
-def may_keep() -> bool:
-    """Whether a selective policy keeps outputs of what runs now."""
-    return not _nothing_kept.get()
-
-
-def _keeps(operations: set[Any], ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    kept = operation in operations and may_keep()
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Segment:
-    """Runs the blocks of a segment under one checkpoint.
-
-    A decoder calls its blocks one by one. All but the last are put off: they hand their input on unchanged and leave
-    their call here; the last runs the whole segment. So each block gets its own arguments, whatever the model.
-    """
-
-    def __init__(self, blocks: list[torch.nn.Module]):
-        self.blocks = blocks
-        self._calls: list[Callable] = []
-
-    def runner(self, position: int) -> Callable:
-        last = position == len(self.blocks) - 1
-
-        def run(function: Callable, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-            if position == 0:
-                self._calls = []
-            self._calls.append(lambda x: function(x, *args))
-            return _checkpoint(partial(_in_turn, self._calls), hidden) if last else hidden
-
-        return run
-
-
-def _in_turn(calls: list[Callable], hidden: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    for call in calls:
-        hidden = call(hidden)
-        if not isinstance(hidden, torch.Tensor):
-            raise ModelError("this model's blocks return more than hidden states: use checkpointing=full.")
-    return hidden
-
-
-def _checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
-def _run_by(block: torch.nn.Module, function: Callable | None) -> None:
-    """In training the block is run by `function`, or plainly, whatever policy it had before."""
-    block.gradient_checkpointing = function is not None
-    block._gradient_checkpointing_func = function
-    attention = attention_of(block)
-    if attention is not None and isinstance(attention.forward, _Again):
-        attention.forward = attention.forward.own
-
-
-def checkpointable(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks that transformers can run under a checkpoint, in order."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -11,10 +11,11 @@ from tests.factories import VOCABULARY, llama, packed_batch, random_tokens
 from tests.model.fused.test_modules import LOSS, assert_equal, attached, other_model, quantised, step
 from trainer.errors import ModelError
 from trainer.model.attention import PACKED
-from trainer.model.checkpointing import FullCheckpointing, Keep, NoCheckpointing, Selective
+from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing, Selective
 from trainer.model.fused import modules as fused
 from trainer.model.fused.tiles import num_tiles, tile
 from trainer.model.live_storages import LiveStorages
+from trainer.model.recompute import Keep
 
 POLICIES = [NoCheckpointing(), FullCheckpointing()]
 

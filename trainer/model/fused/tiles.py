@@ -19,8 +19,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.errors import ModelError
-from trainer.model.checkpointing import checkpointable, nothing_kept
 from trainer.model.fused.pieces import pieces
+from trainer.model.recompute import checkpointable, nothing_kept
 
 AUTO = "auto"
 

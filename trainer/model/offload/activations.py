@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainer.model.checkpointing import Checkpointing, checkpointable
+from trainer.model.checkpointing import Checkpointing
 from trainer.model.offload.copies import Copies, copies_for
+from trainer.model.recompute import checkpointable
 
 IN_FLIGHT = 2
 """Inputs on their way to the host at a time; the device holds no more of them than this, and two on the way back."""
