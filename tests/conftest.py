@@ -72,6 +72,7 @@ def base_overrides(tiny, chats) -> list[str]:
         "train.accumulation_steps=2",
         "train.epochs=2",
         "train.save_every=0",
+        "train.report=false",  # half a second that only the tests of the page are about
     ]
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "recipes": "list the recipes",
     "resume": "continue a stopped run: run=DIR",
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
+    "report": "one page with plots of a run or a sweep: run=DIR",
     "doctor": "what this machine can do, and the fix of each problem",
 }
 SPINS = 5000

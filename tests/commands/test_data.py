@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, DataError
 
 KEYS = {
     *("version", "settings", "sources", "evaluation_file", "train", "held_out", "first_epoch", "first_window"),
-    *("warnings", "stops", "shown"),
+    *("length_histogram", "warnings", "stops", "shown"),
 }
 SOURCE_KEYS = {
     *("name", "weight", "path", "format", "rows", "used", "dropped", "dropped_share", "samples", "tokens", "targets"),
@@ -45,6 +45,7 @@ def test_the_report_counts_what_there_is(tiny, tokenizer, rows, tmp_path, capsys
     targets = [tokenizer(answer + "<|eot|>", add_special_tokens=False).input_ids for _, answer in [*CHATS, CHATS[0]]]
     assert source["targets"] == sum(map(len, targets)) == report["train"]["targets"]
     assert source["ended"] == 9 and report["held_out"] is None and report["stops"] == []
+    assert sum(report["length_histogram"]["samples"]) == 9
     assert report["first_epoch"]["samples"] == 9 and report["first_epoch"]["tokens"] == source["tokens"]
     assert any("18.2% dropped" in warning for warning in report["warnings"])
     question, answer = CHATS[0]

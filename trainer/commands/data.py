@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.config.compose import compose, started_from
 from trainer.errors import ConfigError, DataError, StorageError, listing
+from trainer.tracking.run_folder import DATA_REPORT
 
 HELP = """trainer data [key=value ...] [show=N] [output_dir=DIR]
 
@@ -16,8 +17,6 @@ Of data.streaming=true it audits the first window, for no more is read; train.ma
 show=N prints N samples; what is trained on stands in ⟦ ⟧ and in colour.
 output_dir=DIR also writes DIR/data_report.json.
 """
-
-REPORT = "data_report.json"
 
 
 def run(words: list[str]) -> int:
@@ -71,10 +70,10 @@ def run(words: list[str]) -> int:
         folder = Path(config.output_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / REPORT).write_text(to_json(result, samples), encoding="utf-8")
+            (folder / DATA_REPORT).write_text(to_json(result, samples), encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"output_dir={folder}: {REPORT} cannot be written: {error.strerror}.") from None
-        screen.say(f"written: {folder / REPORT}")
+            raise StorageError(f"output_dir={folder}: {DATA_REPORT} cannot be written: {error.strerror}.") from None
+        screen.say(f"written: {folder / DATA_REPORT}")
     if result.stops:
         raise DataError(listing(result.stops))
     return 0

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.check import check, files_of, for_hydra, parse, problems_in, without_null_picks
 from trainer.config.rules import broken_rules
-from trainer.config.saved import Run
+from trainer.config.saved import Run, differences
 from trainer.config.schema import Config
 from trainer.config.shelf import CONF, GROUPS, options
 from trainer.config.types import fields_of, in_short
@@ -90,6 +91,16 @@ def compose(words: list[str], trains: bool = True) -> Run:
         run = to_run(composed, words)
     _check_rules([run.config], trains)
     return run
+
+
+def recipe_differences(run: Run) -> list[tuple[str, Any, Any]]:
+    """Settings that a run has otherwise than its recipe, or than the defaults where it has none: each with both values.
+
+    Raises ConfigError where the recipe is not here.
+    """
+    named = [word for word in run.overrides if word.partition("=")[0] == "recipe"]
+    with composing(named) as composed:
+        return differences(to_run(composed, named), run, free=("output_dir", "recipe"))
 
 
 def plan(words: list[str], multirun: bool = False) -> Planned:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.data.data_settings import Data
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
-FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
+FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "train.report", "data.cache_dir", "data.workers")
 FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache")
 FREE_KEYS += ("memory.probe", "memory.on_oom", "memory.snapshot", "memory.stats")
 """Settings that may differ between a run and its continuation: none of them changes a weight."""

@@ -35,7 +35,8 @@ def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
     summary = {**journal.summary("completed"), "adapter": name, "answers": answers}
     journal.finish(summary)
     answers_table(journal.screen, answers)
-    end_table(journal.screen, summary, clock, journal.memory, run_dir, journal.where)
+    report = journal.facts.get("report")
+    end_table(journal.screen, summary, clock, journal.memory, run_dir, journal.where, report)
     if run.config.memory.stats:
         journal.screen.table("allocator", statistics(prepared.device))
     return summary

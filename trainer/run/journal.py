@@ -12,6 +12,7 @@ from trainer.config.saved import Run, public_config
 from trainer.config.shelf import all_options
 from trainer.device.measure import Memory, rss_peak
 from trainer.errors import Interrupted, TrainerError
+from trainer.libraries import loading
 from trainer.memory.advice.out_of_memory import Situation
 from trainer.memory.advice.timeline import timeline
 from trainer.run.beginning import Beginning, take_folder
@@ -41,6 +42,8 @@ class Journal:
     memory: Memory
     matmul_flops: float
     """operations a second that the device reaches in matrix products"""
+    reports: bool
+    """whether report.html is wanted"""
     doing: str = "loading"
     """in words, for an error"""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +65,7 @@ class Journal:
         """The run's end, however it ended."""
         self.folder.write("summary.json", summary)
         self._draw()
+        self._report()
         if self.tracker is not None:
             self.tracker.finish(summary)
 
@@ -72,6 +76,19 @@ class Journal:
             planned = None if plan is None else plan.peak
             picture = timeline(self.memory.stages, peak, planned, f"{self.folder.path.name}: memory by stage")
             write_atomically(self.folder.file("memory.svg"), picture)
+
+    def _report(self) -> None:
+        """report.html, of a run that has come to a step; what goes wrong with it is not the run's."""
+        if not self.reports or not self.state.step:
+            return
+        try:
+            with loading():  # a third of a second, which only a run's end may cost
+                from trainer.export.report.page import write_report
+
+                self.facts["report"] = write_report(self.folder.path).name
+        except Exception as error:
+            told = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.screen.say(f"no report.html: {told}", style="yellow")
 
     def summary(self, status: str) -> dict[str, Any]:
         """What came out so far."""
@@ -130,7 +147,8 @@ def keeping_journal(
             # Before memory is watched: its matrices, 384 MiB on a GPU, would be the peak of a small run.
             roof = matmul_flops(prepared.device, prepared.dtypes.compute)
             with Memory(prepared.device) as memory:
-                journal = Journal(folder, screen, clock, prepared, beginning.state, metrics, tracker, memory, roof)
+                facts = folder, screen, clock, prepared, beginning.state, metrics, tracker, memory, roof
+                journal = Journal(*facts, run.config.train.report)
                 try:
                     yield journal
                 except BaseException as error:

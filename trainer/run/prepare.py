@@ -16,7 +16,8 @@ from trainer.data.batches.packing import Packing
 from trainer.data.batches.prefetch import PrefetchingSteps
 from trainer.data.batches.streamed_steps import Index, StreamedSteps
 from trainer.data.chat.templates import dress
-from trainer.data.tokens.gather import check_losses, load_data
+from trainer.data.tokens.audit import Audit, audit
+from trainer.data.tokens.gather import Loaded, check_losses, load_data
 from trainer.data.tokens.row_stream import RowStream, StreamWindow
 from trainer.data.tokens.tokenize import Counts, Tokens
 from trainer.device.find import find_device
@@ -58,6 +59,12 @@ class Prepared:
     """where the frozen blocks are to lie, if not on the device"""
     decoder_in_whole: str | None
     """what the text decoder is called where the model's folder is more than one"""
+
+    def audit(self, config: Config) -> Audit:
+        """Of the data, as `trainer data` has it."""
+        loaded = Loaded(None if config.data.streaming else self.train_set, self.held_out, self.counts)
+        row_tokens = self.plan.train.micro_batch_tokens if config.packing.packed else None
+        return audit(config.data, loaded, self.steps, row_tokens)
 
     def close(self) -> None:
         """Called when the run ends, however it does."""

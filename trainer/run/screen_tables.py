@@ -91,9 +91,15 @@ def _data(data: Data, prepared: Prepared) -> list[tuple[str, str]]:
 
 
 def end_table(
-    screen: Screen, summary: dict[str, Any], clock: Clock, memory: Memory, run_dir: Path, tracking: str
+    screen: Screen,
+    summary: dict[str, Any],
+    clock: Clock,
+    memory: Memory,
+    run_dir: Path,
+    tracking: str,
+    report: str | None,
 ) -> None:
-    """What came out."""
+    """What came out; `report`: name of the page, where there is one."""
     rows = [
         ("steps", f"{summary['steps']}, {summary['num_tokens']:,} tokens"),
         ("training loss", _loss(summary["final_loss"])),
@@ -124,6 +130,7 @@ def end_table(
         ("time to first step", _stages(summary["stages_to_first_step"])),
         ("time", f"{summary['wall_seconds']:.1f} s: {clock.sentence()}"),
         ("result", str(run_dir / summary["adapter"])),
+        *([("report", str(run_dir / report))] if report is not None else []),
         ("tracking", tracking),
     ]
     screen.table("done", rows)

@@ -27,9 +27,9 @@ from trainer.run.prepare import prepare
 from trainer.run.restore import restore
 from trainer.run.retreat import Retreat
 from trainer.run.screen_tables import start_table
-from trainer.run.watchers import recorded_allocations, told_compilations
+from trainer.run.watchers import kept_samples, recorded_allocations, told_compilations
 from trainer.tracking.console import Screen, quiet_libraries
-from trainer.tracking.run_folder import RunFolder
+from trainer.tracking.run_folder import DATA_REPORT, RunFolder
 from trainer.training.checkpoint import Checkpoints
 from trainer.training.deterministic import deterministic_kernels
 from trainer.training.evaluate import Evaluation, evaluate
@@ -63,6 +63,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         stack.enter_context(full_disk(run_dir))
         journal = stack.enter_context(keeping_journal(run, folder, beginning, prepared, screen, clock))
         folder.write("plan.json", short_plan(prepared.plan))
+        folder.write(DATA_REPORT, prepared.audit(run.config).report)
         if prepared.plan.unplanned is not None:
             screen.say(f"no prediction of memory: {prepared.plan.unplanned}", style="yellow")
         prepared.steps.begin()
@@ -132,6 +133,7 @@ def _train(
     with (
         journal.screen.bar("training", prepared.steps.num_steps, state.step) as bar,
         recorded_allocations(config.memory.snapshot, prepared.device, journal) as record,
+        kept_samples(loop, journal) as keep_samples,
     ):
 
         def held_out_loss(batches: Iterable[MicroBatch]) -> Evaluation:
@@ -155,6 +157,7 @@ def _train(
 
         def after_step(state: State, grad_norm: float) -> None:
             retreat.settled()
+            keep_samples(grad_norm)
             journal.doing = f"the evaluation or checkpoint after step {state.step}"
             record()
             with journal.clock.until_first_step("first evaluation"):

@@ -1,15 +1,17 @@
-"""What a run watches besides training/watch.py: allocations, and compilation in the middle of the run."""
+"""What a run watches besides training/watch.py: allocations, each step's samples, compilation in mid-run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
 from trainer.memory.snapshot import AllocationSnapshot
 from trainer.model.kernels import Kernels
 from trainer.run.journal import Journal
+from trainer.tracking.flight_record import FLIGHT, FlightRecord
+from trainer.training.loop import Loop
 
 
 @contextmanager
@@ -34,6 +36,23 @@ def recorded_allocations(steps: int, device: torch.device, journal: Journal) -> 
     finally:
         if snapshot.started:
             snapshot.abandon()
+
+
+@contextmanager
+def kept_samples(loop: Loop, journal: Journal) -> Iterator[Callable[[float], None]]:
+    """Keeps each step's samples and gradient norm in the flight record. Gives what is to be called after every step."""
+    written = None
+
+    def after_step(grad_norm: float) -> None:
+        nonlocal written
+        taken, step = loop.steps.taken, journal.state.step
+        # Also called before the first step, and again after a step whose evaluation, or whose successor, failed.
+        if taken is not None and taken is not written and taken[0] == step:
+            flight.write(step, grad_norm, taken[1])
+            written = taken
+
+    with closing(FlightRecord(journal.folder.file(FLIGHT), journal.state.step)) as flight:
+        yield after_step
 
 
 def told_compilations(kernels: Kernels, journal: Journal) -> Callable[[], None]:

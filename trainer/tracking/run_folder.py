@@ -19,6 +19,7 @@ from trainer.redact import redacted
 
 BEGUN = (".lock", "train.log", "overrides.yaml", ".overrides.yaml.building", ".config.yaml.building")
 """What a run may have written when it is killed before its config.yaml, which says that a run is here."""
+DATA_REPORT = "data_report.json"
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "hydra-core", "wandb")
 
 

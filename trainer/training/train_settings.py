@@ -42,6 +42,9 @@ class Train(Batching):
     compare_prompts: Annotated[int, NOT_NEGATIVE]
     """held-out prompts answered by base and by adapter at the end of the run"""
 
+    report: bool
+    """whether report.html is written at the end of the run: about half a second"""
+
     def problems(self, config):
         data, problems = config.data, []
         if not data.streaming:

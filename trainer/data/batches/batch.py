@@ -39,6 +39,8 @@ class MicroBatch:
     """real tokens, without padding"""
     num_targets: int
     num_samples: int
+    samples: tuple[int, ...]
+    """their numbers in the set that they were taken from"""
     source: str = ""
     """name of the source that all samples are from, where one mixture has several"""
 
@@ -89,12 +91,14 @@ class MicroBatch:
         """Samples `first` to `last` of a packed row, which are its tokens from `start` to `end`."""
         bounds = self.cu_seqlens[first : None if last is None else last + 1] - start
         columns = slice(start, end)
-        return self._part(columns=columns, cu_seqlens=bounds, max_length=int(bounds.diff().max()))
+        mine, longest = self.samples[first:last], int(bounds.diff().max())
+        return self._part(columns=columns, cu_seqlens=bounds, max_length=longest, samples=mine)
 
     def _padded_part(self, rows: slice) -> MicroBatch:
         mask = self.attention_mask[rows]
         longest = int(mask.sum(dim=1).max())
-        return self._part(rows, slice(longest), attention_mask=mask[:, :longest].contiguous(), max_length=longest)
+        mask = mask[:, :longest].contiguous()
+        return self._part(rows, slice(longest), attention_mask=mask, max_length=longest, samples=self.samples[rows])
 
     def _part(self, rows: slice = slice(None), columns: slice = slice(None), **changes: Any) -> MicroBatch:
         names = ("input_ids", "labels", "position_ids")
@@ -149,6 +153,7 @@ def collate(tokens: Tokens, indices: np.ndarray, packed: bool, source: str = "")
         num_tokens=sum(lengths),
         num_targets=len(target_index),
         num_samples=len(samples),
+        samples=tuple(map(int, indices)),
         source=source,
     )
 

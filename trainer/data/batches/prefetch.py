@@ -31,6 +31,8 @@ class Ahead(ABC):
         self._pin = pin
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+        self.taken: tuple[int, list[tuple[int, ...]]] | None = None
+        """the step that was asked for last, and the numbers of its samples, micro-batch by micro-batch"""
 
     @abstractmethod
     def make(self, step: int) -> list[MicroBatch]:
@@ -42,6 +44,7 @@ class Ahead(ABC):
         batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._make(step)
         if step < self.num_steps:
             self._ahead = step + 1, self._worker.submit(self._make, step + 1)
+        self.taken = step, [batch.samples for batch in batches]
         return [part for batch in batches for part in divided(batch, self.halvings)]
 
     def close(self) -> None:

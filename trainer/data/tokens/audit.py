@@ -42,6 +42,9 @@ REMARKS = {
 FEW_TARGETS = 0.05
 """Share of target tokens below which most of the arithmetic is spent on prompts."""
 
+BARS = 40
+"""Of the histogram of lengths, at most."""
+
 OPEN, CLOSE = "⟦", "⟧"
 """Around trained text in a shown sample."""
 
@@ -93,6 +96,7 @@ def audit(data: Data, loaded: Loaded, steps: TrainingSteps | StreamedSteps, row_
         "held_out": _totals(held_out) if held_out is not None else None,
         "first_epoch": {**first, "steps": steps.steps_in_epoch(0)} if not data.streaming else None,
         "first_window": {**first, "targets": train_set.num_targets} if data.streaming else None,
+        "length_histogram": _histogram(train_set.lengths),
         "warnings": warnings,
         "stops": stops,
     }
@@ -136,6 +140,13 @@ def _places(counts: Counts, reason: str) -> list[str]:
 def _part(some: int, of_all: int) -> float | None:
     """A share; None of nothing, as a window of a stream may hold of a source."""
     return some / of_all if of_all else None
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
+    """How many samples are how long, as they are trained on."""
+    low, high = int(lengths.min()), int(lengths.max()) + 1
+    edges = np.unique(np.linspace(low, high, BARS + 1).astype(int))
+    return {"edges": edges.tolist(), "samples": np.histogram(lengths, edges)[0].tolist()}
 
 
 def _totals(tokens: Tokens) -> dict[str, int]:

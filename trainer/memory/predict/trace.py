@@ -144,6 +144,7 @@ def fake_batch(shape: Shape, chosen: str) -> MicroBatch:
         num_tokens=sum(shape.lengths),
         num_targets=shape.num_targets,
         num_samples=len(shape.lengths),
+        samples=tuple(range(len(shape.lengths))),
     )
 
 
