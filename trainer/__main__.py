@@ -13,7 +13,7 @@ from contextlib import suppress
 from trainer import __version__
 from trainer.commands.report_error import report
 from trainer.device.driver import kernel_module_loaded
-from trainer.errors import ConfigError, TrainerError, closest, visible
+from trainer.errors import ConfigError, OutOfMemoryError, TrainerError, closest, visible
 
 COMMANDS = {
     "train": "fine-tune (the default)",
@@ -59,9 +59,22 @@ def main() -> int:
         if missing is not None and missing.split(".")[0] != "trainer":
             where = "./launch.sh takes the same words and runs them in its environment (source .venv/bin/activate)"
             return report(ConfigError(f"this Python ({sys.executable}) has no {missing}: {where}"), debug)
+        if _out_of_memory(error):
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            text = f"{first}. Nothing is lost; give the program more memory, or a smaller model or less data"
+            return report(OutOfMemoryError(text), debug)
         print(visible(traceback.format_exc()), file=sys.stderr, end="")
         print("trainer: this is a bug, not your mistake: please report it with the lines above", file=sys.stderr)
         return 1
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Outside a run's loading and training, which give advice; torch's own errors are none where it is not loaded."""
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from trainer.device.measure import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def waiting_threads(environment: MutableMapping[str, str]) -> None:

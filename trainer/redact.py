@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 HIDDEN = "***"
 _NAME = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)$")
@@ -31,6 +32,15 @@ def redacted(text: str) -> str:
     for secret in _of_environment():
         text = text.replace(secret, HIDDEN)
     return _SHAPE.sub(HIDDEN, text)
+
+
+def address(url: str) -> str:
+    """Where it leads, without the name, password and query that it may carry."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an odd address"
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.netloc else "an odd address"
 
 
 def holds_secret(text: str) -> bool:

@@ -12,10 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from trainer.device.driver import find_driver, mend
-from trainer.redact import redacted
+from trainer.redact import address, redacted
 from trainer.units import GIB
 
 OK, WARN, PROBLEM = "ok", "warn", "problem"
@@ -214,7 +213,7 @@ def disk() -> Iterator[Finding]:
 def hub() -> Iterator[Finding]:
     from huggingface_hub import constants, get_token
 
-    endpoint = _address(constants.ENDPOINT)
+    endpoint = address(constants.ENDPOINT)
     found = f"{endpoint}; {'a token is there' if get_token() is not None else 'no token (gated models need one)'}"
     if constants.is_offline_mode():
         fix = "unset HF_HUB_OFFLINE to download; what is in the cache is used without"
@@ -230,7 +229,7 @@ def wandb() -> Iterator[Finding]:
     from trainer.tracking.wandb import Mode, has_key, host, resolve_mode
 
     key, mode = has_key(), resolve_mode(Mode.auto).value
-    found = f"{_address(host())}; {'a key is there' if key else 'no key'}; track.mode=auto is {mode}"
+    found = f"{address(host())}; {'a key is there' if key else 'no key'}; track.mode=auto is {mode}"
     if key:
         yield Finding("W&B", OK, found)
     else:
@@ -276,12 +275,6 @@ def _disk(part: str, folder: Path, roomy_gib: float, setting: str) -> Finding:
     if free < roomy_gib:
         return Finding(part, WARN, found, elsewhere)
     return Finding(part, OK, found)
-
-
-def _address(url: str) -> str:
-    """An address without the name and password that it may carry."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}" if parts.netloc else "an odd address"
 
 
 def _version(package: str) -> str | None:

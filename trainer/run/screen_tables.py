@@ -13,10 +13,12 @@ from trainer.device.measure import Memory
 from trainer.device.stages import fragmentation, sentence
 from trainer.model.fused import modules as fused
 from trainer.model.loading import base as load
+from trainer.model.loading.hub import other_hub
 from trainer.run.build import Ready
 from trainer.run.clock import Clock
 from trainer.run.prepare import Prepared
 from trainer.tracking.console import Screen
+from trainer.tracking.trackers import Track
 from trainer.units import GIB
 
 
@@ -66,9 +68,17 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
             ),
             ("memory", f"{memory.read().allocated / GIB:.2f} GiB held before the first step"),
             ("tracking", tracking),
+            *_other_hosts(config.track),
             ("folder", str(run_dir)),
         ],
     )
+
+
+def _other_hosts(track: Track) -> list[tuple[str, str]]:
+    """Who gets tokens and keys, where the environment or a login says another than everybody's."""
+    found = {"the hub": other_hub(), "tracking": track.other_host()}
+    hosts = [f"{name} at {host}" for name, host in found.items() if host is not None]
+    return [("not default", ", ".join(hosts))] if hosts else []
 
 
 def _data(data: Data, prepared: Prepared) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch
 from trainer.config.saved import Run
 from trainer.data.batches.batch import MicroBatch
 from trainer.device.find import Device, unused_card
-from trainer.errors import DataError, Interrupted
+from trainer.errors import DataError, Interrupted, NonFiniteError
 from trainer.memory.advice.out_of_memory import advising
 from trainer.memory.advice.report import short_plan
 from trainer.memory.memory_probe import probe_memory, wanted
@@ -37,6 +37,7 @@ from trainer.training.interrupts import Interrupts
 from trainer.training.loop import train
 from trainer.training.state import State
 from trainer.training.watch import Watch
+from trainer.training.weights import all_finite
 from trainer.units import GIB
 
 
@@ -123,6 +124,8 @@ def _train(
     retreat.settled()
 
     def save(state: State) -> None:
+        if not all_finite(loop.parameters):
+            raise NonFiniteError(_spoilt_weights(state.step, checkpoints.pointer("last")))
         journal.metrics.sync()
         checkpoints.save(ready.adapted, loop.optimizer, state, rng)
 
@@ -173,6 +176,14 @@ def _train(
             retreat.ready_to_go_back(),
         ):
             retreat.over(lambda: train(loop, state, rng, after_step, interrupts.check))
+
+
+def _spoilt_weights(step: int, last: str | None) -> str:
+    kept = f"the last checkpoint kept is {last}" if last else "there is no checkpoint before it"
+    return (
+        f"after step {step} trained weights are infinite or no numbers, though its gradient was finite. They are not "
+        f"saved; {kept}. Lower optim.learning_rate or lengthen the warm-up."
+    )
 
 
 def _probe(ready: Ready, journal: Journal, held_out: Callable[[], Iterable[MicroBatch]] | None) -> None:

@@ -60,6 +60,10 @@ class Track(Section, ABC):
     def build(self, run_dir: Path, run_id: str, config: dict[str, Any]) -> Tracker | None:
         """The tracker of this run; `run_id` is the same after a resume, `config` is free of secrets."""
 
+    def other_host(self) -> str | None:
+        """The address that it sends to, where that is another than the service's own."""
+        return None
+
 
 @option("track", "local")
 @dataclass

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.redact import redacted
+from trainer.redact import address, redacted
 from trainer.registry import option
 from trainer.tracking.axes import Axes
 from trainer.tracking.trackers import IDENTITY, SUMMARY, Track
@@ -60,6 +60,12 @@ class WandB(Track):
         if resolve_mode(self.mode) is Mode.disabled:
             return None
         return WandBTracker(self, run_dir, run_id, config)
+
+    def other_host(self):
+        import wandb
+
+        found = host()
+        return None if found == wandb.Settings.model_fields["base_url"].default else address(found)
 
 
 REACH_SECONDS = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,12 @@ def check_packing(
         model.set_attn_implementation(attention)
         model.zero_grad(set_to_none=True)
         model.train(was_training)
+    if not math.isfinite(together.expected):
+        raise ModelError(
+            f"packing probe: the model itself gives a loss of {together.expected} on two short samples. Its weights are "
+            f"not all finite, or its numbers are too large for {str(dtypes.compute).removeprefix('torch.')}: try "
+            "precision=fp32, or fetch the model again."
+        )
     if packed and apart.within(loss_share, gradient_share):
         cause, way_out = "packed samples would see each other", "Use packing=none."
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,8 @@ class Watch:
         if state.step == 0:
             state.first_eval_loss = result.loss
         best = ""
-        if state.step > 0 and (state.best_eval_loss is None or result.loss < state.best_eval_loss):
+        lowest = math.inf if state.best_eval_loss is None else state.best_eval_loss
+        if state.step > 0 and result.loss < lowest:  # never one that is not finite
             state.best_eval_loss, state.best_step, best = result.loss, state.step, "  (best)"
         self.say(
             f"step {state.step}: held-out loss {result.loss:.4f}, perplexity {result.perplexity:.2f}"

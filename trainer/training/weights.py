@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -35,6 +36,12 @@ def load_trainable(model: torch.nn.Module, folder: Path) -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
+
+
+def all_finite(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether no weight is infinite or no number: one read of the device, no copy of any size."""
+    largest = [torch.linalg.vector_norm(p.detach(), torch.inf) for p in parameters]
+    return bool(torch.stack([size.float() for size in largest]).isfinite().all())
 
 
 def trainable_hash(model: torch.nn.Module) -> str:

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from trainer.errors import ModelError, StorageError
 from trainer.model.loading.folder import CONFIG, PICKLED, WEIGHTS, weight_files
+from trainer.redact import address
 from trainer.units import GIB
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -28,6 +29,11 @@ HTTP_ERROR = HfHubHTTPError.__mro__[1]
 """What the hub's client raises where there is no answer: httpx's HTTPError, or httpx2's in later releases."""
 SPARE = 1 << 28
 """Bytes that a download leaves free on the disk."""
+
+
+def other_hub() -> str | None:
+    """The address that models come from, where HF_ENDPOINT says another than the hub's own."""
+    return None if constants.ENDPOINT == constants._HF_DEFAULT_ENDPOINT else address(constants.ENDPOINT)
 
 
 @dataclass(frozen=True)
