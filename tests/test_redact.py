@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from huggingface_hub import constants
 
 from tests.program import here
 from tests.support import train_here
@@ -12,6 +13,7 @@ from trainer.config.compose import compose
 from trainer.config.saved import Run, save_run
 from trainer.errors import ConfigError, visible
 from trainer.redact import HIDDEN, holds_secret, redacted, secrets_in
+from trainer.run.screen_tables import _other_hosts
 from trainer.tracking.console import Screen
 from trainer.tracking.run_folder import RunFolder
 
@@ -147,13 +149,23 @@ def test_a_bugs_traceback_has_the_filter(monkeypatch, capsys):
 
 
 def test_no_file_of_a_run_holds_a_secret_of_its_environment(base_overrides, tmp_path, monkeypatch, capfd):
-    """Tracked by W&B, offline, with a key and a token in the environment."""
-    secrets = {"WANDB_API_KEY": HEX, "HF_TOKEN": TOKENS["hub"]}
+    """Tracked by W&B, offline, with a key and a token in the environment, and a password in its addresses."""
+    secrets = {"WANDB_API_KEY": HEX, "HF_TOKEN": TOKENS["hub"], "PASSWORD": "opensesame99"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_BASE_URL", f"https://me:{secrets['PASSWORD']}@tracking.example")
+    monkeypatch.setattr(constants, "ENDPOINT", f"https://me:{secrets['PASSWORD']}@mirror.example/hub?key={BODY}")
     train_here([*base_overrides, "train.max_steps=2", "track=wandb", "track.mode=offline"], tmp_path / "run")
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     found = [file for file in files for value in secrets.values() if value.encode() in file.read_bytes()]
     assert len(files) > 15 and found == []
     said = capfd.readouterr()
-    assert not any(value in said.out + said.err for value in secrets.values())
+    assert not any(value in said.out + said.err for value in (*secrets.values(), BODY))
+    table = " ".join(said.out.split())
+    assert "not default the hub at https://mirror.example/hub, tracking at https://tracking.example" in table
+
+
+def test_the_start_table_is_silent_about_usual_addresses(monkeypatch):
+    for name in ("WANDB_BASE_URL", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    assert _other_hosts(compose(["data.path=x", "model.path=y", "track=wandb"]).config.track) == []

@@ -32,6 +32,9 @@ class Hub:
     extra: list[str] = field(default_factory=list)
     """names in every listing that have no file"""
     hang_seconds: float = 0.0
+    silent: dict[str, float] = field(default_factory=dict)
+    """share of a file's bytes that come, by name; after them the line is open and nothing is said"""
+    closed: threading.Event = field(default_factory=threading.Event)
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
     """Authorization headers that came"""
@@ -50,6 +53,7 @@ def hub_over(commits: dict[str, dict[str, Path]]) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closed.set()
         server.shutdown()
         server.server_close()
 
@@ -108,7 +112,16 @@ class _Handler(BaseHTTPRequestHandler):
         if (asked := self.headers.get("Range")) is not None:
             start = int(asked.removeprefix("bytes=").partition("-")[0])
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        if body and file in hub.silent:
+            return self._fall_silent(content[: int(hub.silent[file] * len(content))], content, headers, start)
         return self._send(content, headers, body, start)
+
+    def _fall_silent(self, sent: bytes, content: bytes, headers: dict, start: int):
+        self._send(content, headers, False, start)
+        self.wfile.write(sent[start:])
+        self.wfile.flush()
+        self.server.hub.closed.wait(60)
+        self.close_connection = True
 
     def _send(self, content: bytes, headers: dict | None = None, body: bool = True, start: int = 0):
         self.send_response(206 if start else 200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -111,6 +112,7 @@ def quiet_libraries(screen: Screen) -> None:
     """Libraries' chatter goes to no one; their bars appear in a terminal only."""
     import transformers
 
+    logging.raiseExceptions = False  # of a library's log whose disk is full: a traceback for each of its lines
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # the start table says so
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

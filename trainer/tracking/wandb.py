@@ -172,6 +172,7 @@ class WandBTracker:
             self.offline, self._why_offline, self.trouble = True, self.trouble, None
             self._safely(_end_service)  # it holds the id of the stream that failed
             self._safely(lambda: self._start(run_id, config))
+        self._safely(self._check_room)
 
     def _decide(self) -> str | None:
         """Why this run is tracked offline, or None."""
@@ -208,6 +209,7 @@ class WandBTracker:
         self._safely(lambda: self.run.summary.update(values))
         if self._options.log_adapter and summary.get("adapter"):
             self._safely(lambda: self._send_result(summary["adapter"]))
+        self._safely(self._check_room)
         if self.run is not None:
             code = 0 if summary["status"] == "completed" else 1
             try:
@@ -257,6 +259,18 @@ class WandBTracker:
         run.define_metric("train/loss", step_metric="step", summary="min,last")
         run.define_metric("eval/eval_loss", step_metric="step", summary="min,last")
         run.define_metric("train/tokens_per_second", step_metric="step", summary="max,mean")
+
+    def _check_room(self) -> None:
+        """Raises OSError where W&B's files cannot grow: its own process says nothing of it, and rows are lost."""
+        if self.run is None:
+            return
+        room = self._folder / ".room"
+        try:
+            room.write_bytes(bytes(4096))
+        except OSError as error:
+            raise OSError(f"{self._folder}: {error.strerror}: it holds a part, metrics.jsonl every row") from None
+        finally:
+            room.unlink(missing_ok=True)
 
     def _send_result(self, name: str) -> None:
         import wandb

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections import namedtuple
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -162,6 +164,32 @@ def test_four_refusals_are_four_lines_without_the_token(hub):
     assert "(404)" in missing and "no such model" in missing
     assert "time-out" in slow and "local folder" in slow
     assert all(f"model.path={NAME}" in line for line in (unknown, gated, missing, slow))
+
+
+def test_an_address_that_swallows_everything(hub, monkeypatch):
+    """A queue that is full: the kernel drops whoever knocks, as a black-holed route does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as waiting:
+        for _ in range(2):
+            knocking = waiting.enter_context(socket.socket())
+            knocking.setblocking(False)
+            knocking.connect_ex(server.getsockname())
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert "did not answer within 1 s (time-out)" in refused()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
+@pytest.mark.parametrize("name", ["tokenizer.json", SINGLE])
+def test_a_line_that_falls_silent(hub, monkeypatch, name, share):
+    """The hub answers, and in the middle of a file says no more: an end in bounded time, in words."""
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    hub.silent[name] = share
+    with pytest.raises(ModelError, match="did not answer within") as error:  # else the stub hangs up, after a minute
+        load_all()
+    assert TOKEN not in str(error.value) and "\n" not in str(error.value)
+    hub.silent.clear()
+    module.snapshot.cache_clear()
+    load_all()  # what is half there is no obstacle
 
 
 @pytest.mark.parametrize("status", [401, 403])
