@@ -63,7 +63,9 @@ def test_in_the_models_weights(bad, tiny, job, tmp_path):
 
 
 @BAD
-@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow, id="in between"), pytest.param(6, id="at the end")])
+@pytest.mark.parametrize(
+    "step", [pytest.param(3, marks=pytest.mark.slow, id="in between"), pytest.param(6, id="at the end")]
+)
 def test_in_the_trained_weights(bad, step, job, tmp_path, at_call):
     """The optimizer itself spoils one of them, its gradient being finite."""
 

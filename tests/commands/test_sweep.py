@@ -100,34 +100,36 @@ def test_the_metric_goes_to_hydra(trials, tmp_path, capsys):
 
 
 def test_one_trial_does_not_take_the_others_with_it(trials, tmp_path, capsys):
-    """C3: one raises, one returns NaN, one is killed: four rows with their status, the others complete."""
+    """C3: one raises, one returns NaN, one is killed, one has no memory: the others complete."""
     outcomes, asked = trials
-    outcomes |= {1: (3, {}), 2: (0, {"eval_loss": math.nan}), 3: (128 + signal.SIGKILL, {"eval_loss": 0.1})}
+    outcomes |= {1: (3, {}), 2: (0, {"eval_loss": math.nan}), 3: (128 + signal.SIGKILL, {"eval_loss": 0.1}), 5: (7, {})}
     folder = tmp_path / "s"
-    command = ["-m", "seed=1,2,3,4", f"output_dir={folder}"]
+    command = ["-m", "seed=1,2,3,4,5", f"output_dir={folder}"]
     assert here(*command) == 3, "the code of the first that failed"
     out = capsys.readouterr().out
-    assert len(asked) == 4
+    assert len(asked) == 5
     assert table(out) == [
         ["0", "seed=1", "failed: data", "-", "0"],
         ["1", "seed=2", "completed", "not finite", "1"],
         ["2", "seed=3", "killed by SIGKILL", "-", "2"],
         ["3", "seed=4", "completed", "1.0000", "best", "3"],
+        ["4", "seed=5", "failed: out of memory", "-", "4"],
     ]
-    assert f"2 of 4 trials did not complete. The same command with output_dir={folder} runs only these." in out
+    assert f"3 of 5 trials did not complete. The same command with output_dir={folder} runs only these." in out
     rows = SweepFolder(folder).trials()
     assert {n: (t.status, t.exit_code, t.metric) for n, t in rows.items()} == {
         0: ("failed: data", 3, None),
         1: ("completed", 0, None),
         2: ("killed by SIGKILL", 137, None),
         3: ("completed", 0, 1.0),
+        4: ("failed: out of memory", 7, None),
     }
     assert rows[3].metric_name == "eval_loss" and rows[3].folder == str(folder / "3")
 
     outcomes.clear()  # what was wrong has been put right: the same numbers, the same folders
     assert here(*command) == 0
-    assert [row[1:3] for row in table(capsys.readouterr().out)] == [[f"seed={n}", "completed"] for n in (1, 2, 3, 4)]
-    assert asked[4:] == asked[:4]
+    assert [row[1:3] for row in table(capsys.readouterr().out)] == [[f"seed={n}", "completed"] for n in (1, 2, 3, 4, 5)]
+    assert asked[5:] == asked[:5]
 
 
 def test_an_interrupt_ends_the_sweep_and_says_what_is_left(trials, tmp_path, capsys):
@@ -389,3 +391,62 @@ def test_a_sweep_with_a_bad_a_diverging_and_a_killed_trial_and_the_rerun(base_ov
     assert here(*command) == 6
     assert {n: (folder / n / "metrics.jsonl").read_bytes() for n in before} == before, "nothing is done twice"
     assert len(seen) == 12
+
+
+@pytest.mark.slow
+def test_each_way_in_which_a_trial_can_end_and_the_rerun(base_overrides, tmp_path, monkeypatch, capfd):
+    """Forked trials: one raises, one runs out of memory, one is killed, one diverges, one's loss is NaN, one is well.
+    The others finish; the same command makes what is missing, and nothing of a finished trial is touched."""
+    from dataclasses import replace
+
+    import torch
+
+    from tests.processes import in_child, kill_after_step
+    from trainer.run import prepare as prepare_module
+    from trainer.run import train as train_module
+    from trainer.training.losses import Chunked
+
+    def raises(*_):
+        raise RuntimeError("a bug")
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    real_sum, real_evaluate = Chunked.sum, train_module.evaluate
+    attacks = {
+        1: lambda: setattr(prepare_module, "load_data", raises),
+        2: lambda: setattr(train_module, "evaluate", no_memory),
+        3: lambda: kill_after_step(3),
+        4: lambda: setattr(Chunked, "sum", lambda *args: real_sum(*args) * (math.nan if args[1].training else 1)),
+        5: lambda: setattr(train_module, "evaluate", lambda *args: replace(real_evaluate(*args), loss=math.nan)),
+    }
+
+    def train(words: list[str]) -> int:
+        def trial():
+            attacks.get(compose(words).config.seed, lambda: None)()
+            os._exit(here(*words))
+
+        code = in_child(trial)
+        return code if code >= 0 else 128 - code
+
+    monkeypatch.setattr(sweep, "_train", train)
+    folder = tmp_path / "s"
+    words = ["data.eval_fraction=0.3", "train.max_steps=6", "train.save_every=2", "memory.on_oom=fail"]
+    command = ["-m", *base_overrides, *words, "seed=1,2,3,4,5,6", f"output_dir={folder}"]
+    assert here(*command) == 1
+    out = capfd.readouterr().out
+    codes = {n: trial.exit_code for n, trial in SweepFolder(folder).trials().items()}
+    assert codes == {0: 1, 1: 7, 2: 137, 3: 6, 4: 0, 5: 0}
+    assert [row[3] for row in table(out)][4] == "not finite" and "4 of 6 trials did not complete" in out
+
+    finished = [file for n in ("4", "5") for file in (folder / n).rglob("*") if file.is_file() and file.name != ".lock"]
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in finished}
+    attacks.clear()
+    assert here(*command) == 0
+    assert {trial.status for trial in SweepFolder(folder).trials().values()} == {"completed"}
+    assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in finished}
+    assert [row["step"] for row in metrics(folder / "2", "resumed")] == [2]
+    alone = tmp_path / "alone"
+    assert here(*base_overrides, *words, "seed=3", f"output_dir={alone}") == 0
+    name = "adapter/adapter_model.safetensors"
+    assert (folder / "2" / name).read_bytes() == (alone / name).read_bytes()

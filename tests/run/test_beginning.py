@@ -26,6 +26,7 @@ from trainer.training import checkpoint as checkpoint_module
 from trainer.training import loop as loop_module
 from trainer.training.checkpoint import Checkpoints
 from trainer.training.losses import Chunked
+from trainer.training.watch import Watch
 
 THIRTEEN = [*CHATS, *[(a, q) for q, a in CHATS[:5]]]
 TIMED = ("seconds", "tokens_per_second", "mfu", "roof_share", "matmul_tflops", "time")
@@ -434,6 +435,55 @@ def test_a_run_keeps_the_day_on_which_it_began(job, tmp_path, monkeypatch):
         name: json.loads((tmp_path / name / "manifest.json").read_text())["data_hash"] for name in ("run", "later")
     }
     assert hashes["run"] != hashes["later"], "the day is in the tokens"
+
+
+def test_a_data_file_that_changes_during_the_run_changes_nothing(job, uninterrupted, tmp_path):
+    """What is trained on was read at the start."""
+    file = write_jsonl(tmp_path / "rows.jsonl", chat_rows(THIRTEEN))
+
+    def changed():
+        real = Watch.after_step
+
+        def after_step(self, state, grad_norm):
+            real(self, state, grad_norm)
+            if state.step == 3:
+                write_jsonl(file, chat_rows([("Another?", "Yes, another.")]))
+            if state.step == 6:
+                file.unlink()
+
+        Watch.after_step = after_step
+        train_here([*job, f"data.path={file}"], tmp_path / "run")
+
+    assert in_child(changed) == 0
+    assert_equal_runs(tmp_path / "run", uninterrupted(job))
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_set_back_changes_nothing(job, uninterrupted, tmp_path):
+    """A day ahead at first, then a day back; and the run goes on with files from the future."""
+    run, real = tmp_path / "run", time.time
+
+    def killed():
+        kill_after_step(7)
+        after = Watch.after_step
+
+        def after_step(self, state, grad_norm):
+            if state.step == 4:
+                time.time = lambda: real() - 86400
+            after(self, state, grad_norm)
+
+        Watch.after_step, time.time = after_step, lambda: real() + 86400
+        train_here(job, run)
+
+    assert in_child(killed) == -signal.SIGKILL
+    told = [json.loads(line)["time"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert min(told) < real() - 80000 and max(told) > real() + 80000
+    for file in run.rglob("*"):
+        os.utime(file, (real() + 86400, real() + 86400))
+    os.utime(run / "checkpoints/step-00000004", (real() + 172800, real() + 172800))  # the older is the younger
+    train_here(job, run)
+    assert_equal_runs(run, uninterrupted(job))
+    assert [row["step"] for row in metrics(run, "resumed")] == [6]
 
 
 def test_every_step_has_one_row_whoever_was_killed(job, uninterrupted, tmp_path):

@@ -55,9 +55,9 @@ def check_packing(
         model.train(was_training)
     if not math.isfinite(together.expected):
         raise ModelError(
-            f"packing probe: the model itself gives a loss of {together.expected} on two short samples. Its weights are "
-            f"not all finite, or its numbers are too large for {str(dtypes.compute).removeprefix('torch.')}: try "
-            "precision=fp32, or fetch the model again."
+            f"packing probe: the model itself gives a loss of {together.expected} on two short samples. Its weights "
+            f"are not all finite, or its numbers are too large for {str(dtypes.compute).removeprefix('torch.')}: "
+            "try precision=fp32, or fetch the model again."
         )
     if packed and apart.within(loss_share, gradient_share):
         cause, way_out = "packed samples would see each other", "Use packing=none."

@@ -284,3 +284,83 @@ def test_tables_in_archives_and_archives_of_several_files(tmp_path):
         archive.writestr("b.csv", "text\na\n")
     with pytest.raises(DataError, match=r"c\.zip: holds 2 files\. Unpack it"):
         read(tmp_path / "c.zip")
+
+
+LINES = st.one_of(
+    st.binary(max_size=40),
+    VALUES.map(lambda row: json.dumps(row, ensure_ascii=False).encode()),
+    st.tuples(VALUES, st.integers(0, 200), st.binary(max_size=3)).map(
+        lambda cut: json.dumps(cut[0]).encode()[: cut[1]] + cut[2]
+    ),
+)
+
+
+def as_json_says(line: bytes) -> dict | None:
+    """The row by Python's own reader, or None for what RFC 8259 or UTF-8 does not allow."""
+
+    def refuse(constant: str):
+        raise ValueError(constant)
+
+    try:
+        value = json.loads(line.decode(), parse_constant=refuse)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(5000, marks=pytest.mark.slow)])
+def test_any_bytes_as_json_lines(tmp_path_factory, examples, record_property):
+    """Each line by itself is the row that json makes of it, or a problem at its place; nothing else is raised."""
+    file = tmp_path_factory.mktemp("fuzz") / "a.jsonl"
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(lines=st.lists(LINES, max_size=8), block=st.sampled_from([7, 1 << 20]))
+    def fuzz(lines, block):
+        content = b"\n".join(lines)
+        file.write_bytes(content)
+        expected = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rows_module, "PIECE_BYTES", block)
+            try:
+                got = read(file)
+            except DataError as error:
+                assert "a JSON array" in str(error) and content.lstrip(b" \t\r\n\x0b\x0c\xef\xbb\xbf").startswith(b"[")
+                return
+        assert [(row.where, row.fields) for row in got] == [(f"{file}:{n}", as_json_says(line)) for n, line in expected]
+        assert all(row.problem for row in got if row.fields is None)
+
+    fuzz()
+    record_property("attacks", examples)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_file_that_is_cut_while_it_is_read(name, tmp_path, monkeypatch):
+    """What is told is a row of it, a broken row or an error with its name: neither a crash nor a row of nobody's."""
+    texts = [f"text {n}" for n in range(4000)]
+    file, table = tmp_path / name, pyarrow.table({"text": texts})
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, file, row_group_size=100)
+    elif name == "a.arrow":
+        with pyarrow.ipc.new_stream(file, table.schema) as sink:
+            sink.write_table(table, max_chunksize=100)
+    else:
+        contents = {"a.json": json.dumps([{"text": t} for t in texts]), "a.jsonl": lines, "a.jsonl.gz": lines}
+        contents |= {"a.csv": "text\n" + "\n".join(texts), "a.txt": "\n".join(texts)}
+        content = contents[name].encode()
+        file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    monkeypatch.setattr(rows_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(rows_module, "PIECE_ROWS", 100)
+    (found,) = find_files(str(file), "data.path", None)
+    got = []
+    try:
+        for number, piece in enumerate(read_pieces(found)):
+            got += piece.rows()
+            if number == 0:
+                with file.open("r+b") as handle:
+                    handle.truncate(file.stat().st_size // 2)
+    except DataError as error:
+        assert str(file) in str(error)
+    whole = [row.fields["text"] for row in got if row.problem is None]
+    assert whole and (whole[:-1] == texts[: len(whole) - 1]) and texts[len(whole) - 1].startswith(whole[-1])
