@@ -164,7 +164,40 @@ def test_wheel_works_from_another_folder_with_the_users_own_recipes(installed, t
     listed = run("-m", "trainer", "recipes")
     assert "quickstart" in listed
     assert "mine" in listed
-    mine = run("-m", "trainer", "recipe=mine", "--cfg", "job")
-    assert mine.replace("recipe: mine", "recipe: quickstart") == run(
-        "-m", "trainer", "recipe=quickstart", "--cfg", "job"
+    mine, shipped = (
+        [line for line in run("-m", "trainer", f"recipe={name}", "--cfg", "job").splitlines() if line[:1] != "#"]
+        for name in ("mine", "quickstart")
     )
+    assert [line.replace("recipe: mine", "recipe: quickstart") for line in mine] == shipped
+
+
+OPTIONS = """
+from dataclasses import dataclass
+
+from trainer.registry import option
+from trainer.training.optimizers.optim import Optim
+
+
+@option("optim", "plain_sgd")
+@dataclass
+class PlainSGD(Optim):
+    def build(self, parameters):
+        import torch
+
+        return torch.optim.SGD(self.groups(parameters), lr=self.learning_rate)
+"""
+
+
+@pytest.mark.slow
+def test_wheel_trains_with_the_users_own_optimizer(installed, tmp_path):
+    """One class and one YAML beside the user's data."""
+    (tmp_path / "conf/optim").mkdir(parents=True)
+    (tmp_path / "my_options.py").write_text(OPTIONS)
+    values = "defaults: [/schema/optim/plain_sgd@_here_]\nlearning_rate: 0.1\nweight_decay: 0.0\n"
+    (tmp_path / "conf/optim/plain_sgd.yaml").write_text(values)
+    words = "recipe=quickstart optim=plain_sgd train.max_steps=2 output_dir=run --options my_options.py"
+    env = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "trainer", *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "optimizer plain_sgd" in done.stdout and (tmp_path / "run/adapter/adapter_model.safetensors").exists()
