@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.config.check import check, for_hydra, parse, problems_in, without_null_picks
+from trainer.config.compose import plan
 from trainer.config.shelf import recipes
 from trainer.errors import ConfigError
 
@@ -254,3 +255,9 @@ def test_a_broken_recipe_breaks_only_itself(write):
     assert problems("recipe=quickstart") == []
     with pytest.raises(ConfigError, match=r"broken\.yaml:1: not YAML"):
         problems("recipe=broken")
+
+
+@pytest.mark.parametrize("depth", [200, 5000])
+def test_a_value_nested_deeply_is_no_bug(depth):
+    with pytest.raises(ConfigError, match="nested too deeply|cannot be read"):
+        plan(["data.path=x", "model.path=y", f"model.mlp_tiles={'[' * depth}{']' * depth}"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import date
 from pathlib import Path
@@ -21,11 +23,13 @@ from trainer.config.compose import compose
 from trainer.config.saved import load_run
 from trainer.errors import StorageError
 from trainer.run import beginning as beginning_module
+from trainer.run import train as train_module
 from trainer.run.train import run_training
 from trainer.training import checkpoint as checkpoint_module
 from trainer.training import loop as loop_module
-from trainer.training.checkpoint import Checkpoints
+from trainer.training.checkpoint import Checkpoints, load_state
 from trainer.training.losses import Chunked
+from trainer.training.state import State
 from trainer.training.watch import Watch
 
 THIRTEEN = [*CHATS, *[(a, q) for q, a in CHATS[:5]]]
@@ -183,6 +187,93 @@ def test_killed_anywhere(place, job, uninterrupted, tmp_path):
 
 
 @pytest.mark.slow
+def test_killed_at_random_moments(job, uninterrupted, tmp_path, record_property):
+    """From outside the steps, by a clock: lives of one run, each shorter than the whole."""
+    run, draw, kills = tmp_path / "run", random.Random(17), 0
+    expected = uninterrupted(job)
+    whole = json.loads((expected / "summary.json").read_text())["stages"]["training"]
+
+    def life(seconds: float) -> None:
+        real = train_module.train
+
+        def train(*args):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            real(*args)
+            threading.Event().wait()  # for the kill
+
+        train_module.train = train
+        train_here(job, run)
+
+    while kills < 13:
+        assert in_child(lambda: life(draw.uniform(0, whole / 2))) == -signal.SIGKILL
+        kills += 1
+        if kills % 5 == 0:  # begin anew: else all later lives see the last steps only
+            train_here(job, run)
+            assert_equal_runs(run, expected)
+            run = tmp_path / f"run{kills}"
+    record_property("attacks", kills)
+    train_here(job, run)
+    assert_equal_runs(run, expected)
+
+
+@pytest.mark.slow
+def test_every_state_of_the_folder_that_saving_passes_through(job, uninterrupted, tmp_path, record_property):
+    """Before each thing that Python does to a file while a checkpoint is saved, the folder is copied as a kill would
+    leave it: what is found in each copy is the newest checkpoint that was whole by then, byte for byte."""
+    run, states, whole = tmp_path / "run", tmp_path / "states", tmp_path / "whole"
+    states.mkdir()
+    watched = ("open", "os.rename", "os.replace", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree")
+
+    def work():
+        saving, seen, least = [], set(), [0]
+
+        def look(event, args):
+            if saving and event in watched:
+                saving.clear()  # what copying does is not looked at
+                folder = run / "checkpoints"
+                tree = [
+                    (p.relative_to(folder), s.st_size, s.st_ino) for p in sorted(folder.rglob("*")) if (s := p.stat())
+                ]
+                if folder.exists() and str(tree) not in seen:
+                    seen.add(str(tree))
+                    shutil.copytree(folder, states / f"{len(seen):04}-{least[0]}")
+                saving.append(1)
+
+        def watching(method):
+            def watched_method(self, *args):
+                saving.append(1)
+                result = method(self, *args)
+                saving.clear()
+                least[0] = next(a for a in args if isinstance(a, State)).step
+                if self.folder.name == "checkpoints":
+                    target = whole / f"{least[0]}-{method.__name__}"
+                    shutil.copytree(self.path(least[0]), target, dirs_exist_ok=True)
+                return result
+
+            return watched_method
+
+        Checkpoints.save, Checkpoints.amend = watching(Checkpoints.save), watching(Checkpoints.amend)
+        sys.addaudithook(look)
+        train_here(job, run)
+
+    assert in_child(work) == 0
+    assert_equal_runs(run, uninterrupted(job))
+    found, run_id = [], json.loads((run / "manifest.json").read_text())["run_id"]
+    for state in sorted(states.iterdir()):
+        least = int(state.name.partition("-")[2])
+        newest = Checkpoints(state, 2, run_id).newest(lambda _: None)
+        step = 0 if newest is None else load_state(newest).step
+        assert step >= least, (state.name, "a checkpoint that was whole is lost")
+        if newest is not None:
+            contents = {file.name: file.read_bytes() for file in newest.iterdir()}
+            saved = [{file.name: file.read_bytes() for file in kept.iterdir()} for kept in whole.glob(f"{step}-*")]
+            assert contents in saved, state.name
+        found.append(step)
+    record_property("attacks", len(found))
+    assert len(found) > 80 and {0, 3, 4, 6, 8, 9, 12} == set(found)
+
+
+@pytest.mark.slow
 def test_the_program_killed_and_resumed_by_command(job, uninterrupted, tmp_path):
     """`python -m trainer` ended by kill -9 from outside while it trains, then `trainer resume run=DIR`."""
     run = tmp_path / "run"
@@ -235,11 +326,12 @@ def damages():
     return [delete, truncate, flip, empty]
 
 
-def test_any_damaged_file_is_said_and_the_checkpoint_before_is_taken(job, uninterrupted, tmp_path):
+def test_any_damaged_file_is_said_and_the_checkpoint_before_is_taken(job, uninterrupted, tmp_path, record_property):
     """R4, for each file and each kind of damage."""
     run = uninterrupted(job)
     names = sorted(file.name for file in (run / "checkpoints/step-00000012").iterdir())
     assert {"adapter_model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} < set(names)
+    record_property("attacks", len(names) * len(damages()))
     for name in names:
         for damage in damages():
             copy = tmp_path / "copy"
@@ -285,7 +377,7 @@ class Pickled:
         return (Path.touch, (self.mark,))
 
 
-def test_a_pickle_in_place_of_any_file_is_never_loaded(job, tmp_path):
+def test_a_pickle_in_place_of_any_file_is_never_loaded(job, tmp_path, record_property):
     """C8: as it is, the hash tells; with a manifest that fits, the run stops with 5 before it reads the file."""
     import pickle
 
@@ -297,7 +389,9 @@ def test_a_pickle_in_place_of_any_file_is_never_loaded(job, tmp_path):
         "pickle": lambda file: file.write_bytes(pickle.dumps(Pickled(mark))),
         "torch": lambda file: torch.save({"x": Pickled(mark)}, file),
     }
-    for name in sorted(file.name for file in (tmp_path / "half/checkpoints/step-00000006").iterdir()):
+    names = sorted(file.name for file in (tmp_path / "half/checkpoints/step-00000006").iterdir())
+    record_property("attacks", len(names) * len(writers))
+    for name in names:
         for writer, write in writers.items():
             run = tmp_path / f"{writer}-{name}"
             shutil.copytree(tmp_path / "half", run)
@@ -561,7 +655,6 @@ def test_an_evaluation_that_fails_does_not_take_its_step_along(how, job, uninter
     import torch
 
     from trainer.errors import OutOfMemoryError
-    from trainer.run import train as train_module
 
     run, real, calls = tmp_path / "run", train_module.evaluate, []
 

@@ -26,6 +26,8 @@ def parse(words: list[str]) -> list[Override]:
             if word.lstrip("+~").startswith("="):
                 raise HydraException("no key before =")
             parsed += parser.parse_overrides([word])
+        except RecursionError:
+            problems.append(f"{redacted(word.partition('=')[0])}: its value is nested too deeply to be read")
         except (OverrideParseException, HydraException) as error:
             key = word.partition("=")[0]
             if holds_secret(word):

@@ -214,6 +214,8 @@ def composing(words: list[str]) -> Iterator[DictConfig]:
             yield _composed(for_hydra(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(in_short(error)) from error
+    except RecursionError:
+        raise ConfigError("a value is nested too deeply to be read") from None
     finally:
         GlobalHydra.instance().hydra = saved
 

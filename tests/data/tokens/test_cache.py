@@ -113,7 +113,7 @@ def test_a_broken_cache_is_made_again(file, cache, broken):
     assert "hit" in load(file, cache)[1].cache
 
 
-def test_one_flipped_bit_anywhere_is_found_before_arrow_sees_it(file, cache, tokenizer, monkeypatch):
+def test_one_flipped_bit_anywhere_is_found_before_arrow_sees_it(file, cache, tokenizer, monkeypatch, record_property):
     """Arrow ends the whole process on some of these: it is called for what was stored alone."""
     expected = load(file, cache, tokenizer=tokenizer)[0].content_hash()
     (folder,) = cache.glob("tokens/*")
@@ -126,6 +126,7 @@ def test_one_flipped_bit_anywhere_is_found_before_arrow_sees_it(file, cache, tok
 
     monkeypatch.setattr("trainer.data.tokens.cache.open_tokens", open_tokens)
     draw = np.random.default_rng(17)
+    record_property("attacks", 20)
     for number in range(20):
         path = list(whole)[number % len(whole)]
         damaged, bit = bytearray(whole[path]), int(draw.integers(8 * len(whole[path])))

@@ -43,8 +43,8 @@ class Lines:
     def rows(self) -> Iterator[Row]:
         """The rows; blank lines are none. Raises DataError for a JSON array under a wrong name."""
         read = _json_line if self.kind == "jsonl" else _text_line
-        for number, line in self.lines():
-            yield read(f"{self.name}:{number}", number, line)
+        for position, (number, line) in enumerate(self.lines()):
+            yield read(f"{self.name}:{number}", self.first == 1 and position == 0, line)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Number and content of each line that is not blank."""
@@ -124,19 +124,20 @@ def _lines(file: DataFile, stream: IO[bytes], offset: int = 0, number: int = 1) 
         yield Lines(file.name, file.kind, number, rest, offset)
 
 
-def _json_line(where: str, number: int, line: bytes) -> Row:
+def _json_line(where: str, begins: bool, line: bytes) -> Row:
+    """`begins`: the file begins with it, but for blank lines."""
     try:
         value = json_value(line)
     except NotJson as error:
-        if line.strip() == b"[":
+        if begins and line.strip() == b"[":
             raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.") from None
-        if number == 1 and line.strip() == b"{":
+        if begins and line.strip() == b"{":
             raise DataError(
                 f"{where}: an object over several lines, not one a line. Wrap it in [ ], with a comma between objects, "
                 "in a file that ends in .json."
             ) from None
         return Row(where, None, str(error))
-    if number == 1 and isinstance(value, list):
+    if begins and isinstance(value, list):
         raise DataError(f"{where}: a JSON array, not JSON lines. Rename the file to end in .json.")
     return _row(where, value)
 
@@ -149,7 +150,7 @@ def json_value(line: bytes) -> Any:
         raise NotJson(f"not JSON: {error.msg} (column {error.colno})") from None
 
 
-def _text_line(where: str, number: int, line: bytes) -> Row:
+def _text_line(where: str, begins: bool, line: bytes) -> Row:
     try:
         return Row(where, {"text": text_of(line).rstrip("\r")})
     except NotJson as error:
