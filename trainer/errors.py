@@ -67,6 +67,11 @@ def closest(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     return f" (did you mean {match[0]}?)" if match else ""
 
 
+def excerpt(text: str, most: int = 300) -> str:
+    """The text, or its first characters and how many there are."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
 def listing(problems: list[str]) -> str:
     """One problem as it is, several as a bulleted list."""
     if len(problems) == 1:

@@ -61,7 +61,7 @@ def attack(pick: list[str], word: str, folder) -> bool:
         planned = plan([*BASE, *pick, word])
     except ConfigError as error:
         said = str(error)
-        assert said and len(said) < 20_000 and "Traceback" not in said
+        assert said and len(said) < 11_000 and "Traceback" not in said
         return True
     if planned.trials is None:
         save_run(planned.run, folder)

@@ -11,7 +11,7 @@ from hydra.errors import HydraException, OverrideParseException
 from trainer.config.keys import Keys
 from trainer.config.shelf import GROUPS, options, unknown_option
 from trainer.config.written import Written, problems_of, written
-from trainer.errors import ConfigError, listing
+from trainer.errors import ConfigError, excerpt, listing
 from trainer.redact import holds_secret, redacted, refusal
 
 NONE_PICKED = ("recipe", "sweep")
@@ -33,9 +33,9 @@ def parse(words: list[str]) -> list[Override]:
             if holds_secret(word):
                 problems.append(refusal(redacted(key)))
                 continue
-            reason = str(error).splitlines()[0]
+            reason = excerpt(str(error).splitlines()[0])
             problems.append(
-                f"{word}: cannot be read: {reason}. Write key=value; a value with characters other than a-z, 0-9 and "
+                f"{excerpt(word)}: cannot be read: {reason}. Write key=value; a value with characters other than a-z, 0-9 and "
                 f"._-/ wants quotes of its own: '{key}=\"...\"'"
             )
     if problems:

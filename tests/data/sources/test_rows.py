@@ -321,7 +321,8 @@ def test_any_bytes_as_json_lines(tmp_path_factory, examples, record_property):
     def fuzz(lines, block):
         content = b"\n".join(lines)
         file.write_bytes(content)
-        expected = [(n, line) for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        unmarked = content.removeprefix(b"\xef\xbb\xbf")  # what some editors put before UTF-8
+        expected = [(n, line) for n, line in enumerate(unmarked.split(b"\n"), 1) if line.strip()]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rows_module, "PIECE_BYTES", block)
             try:
