@@ -35,8 +35,8 @@ def parse(words: list[str]) -> list[Override]:
                 continue
             reason = excerpt(str(error).splitlines()[0])
             problems.append(
-                f"{excerpt(word)}: cannot be read: {reason}. Write key=value; a value with characters other than a-z, 0-9 and "
-                f"._-/ wants quotes of its own: '{key}=\"...\"'"
+                f"{excerpt(word)}: cannot be read: {reason}. Write key=value; a value with characters other than a-z, "
+                f"0-9 and ._-/ wants quotes of its own: '{key}=\"...\"'"
             )
     if problems:
         raise ConfigError(listing(problems))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from trainer.errors import closest
+from trainer.errors import closest, excerpt
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _is_union(kind: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as the user writes it."""
-    return "null" if value is None else str(value)
+    """A value as the user writes it, a long one in short."""
+    return "null" if value is None else excerpt(str(value))
 
 
 def in_short(error: BaseException) -> str:
