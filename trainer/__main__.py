@@ -23,6 +23,8 @@ COMMANDS = {
     "resume": "continue a stopped run: run=DIR",
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
     "report": "one page with plots of a run or a sweep: run=DIR",
+    "why": "what went wrong in a run, and the rows behind it: run=DIR",
+    "replay": "remake a step bit for bit and rank its rows: run=DIR step=N",
     "doctor": "what this machine can do, and the fix of each problem",
 }
 SPINS = 5000

@@ -104,7 +104,7 @@ def jobs(model: list[str], rows: Path) -> list[list[str]]:
 
 
 NF4_ROW = """data=file quant=nf4 optim=adamw schedule=linear precision=fp32 checkpointing=every_k track=wandb
-train.compare_prompts=1 data.over_length=truncate offload=base_disk"""
+train.compare_prompts=1 train.samples=[Hi] data.over_length=truncate offload=base_disk"""
 FP4_ROW = """quant=fp4 optim=adamw_8bit schedule=constant precision=bf16 packing=none checkpointing=selective
 track=tensorboard data.path=null model.quantized_cache=true"""
 INT8_ROW = """quant=int8 optim=paged_adamw_32bit schedule=wsd precision=auto loss=full checkpointing=auto

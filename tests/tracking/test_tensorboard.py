@@ -15,6 +15,7 @@ def tracked(tmp_path_factory, tiny, chats):
     words = [*tiny.overrides(), "data=file", f"data.path={chats}", "data.max_length=128", "data.eval_fraction=0.25"]
     words += ["quant=none", "precision=fp32", "optim=adamw", "device=cpu", "train.micro_batch_tokens=128"]
     words += ["train.accumulation_steps=1", "train.eval_every=2", "track=tensorboard"]
+    words += ["train.samples=[Who is red?]", "track.log_samples=true", "train.report=false"]
     train_here([*words, "train.max_steps=3"], run_dir)
     train_here([*words, "train.max_steps=5", "train.resume=force"], run_dir)
     return run_dir
@@ -46,6 +47,13 @@ def test_configuration_identity_and_summary_are_texts(tracked):
     assert manifest["data_hash"] in texts["identity/text_summary"]
     assert "learning_rate:" in texts["config/text_summary"]
     assert "best_eval_loss:" in texts["summary/text_summary"]
+
+
+def test_answers_are_texts_where_they_are_asked_for(tracked):
+    texts = events(tracked).Tensors("samples/text_summary")
+    rows = metrics(tracked, "samples")
+    assert [text.step for text in texts] == [row["step"] for row in rows] == [0, 2, 3, 4, 5]
+    assert "prompt: Who is red?" in texts[-1].tensor_proto.string_val[0].decode()
 
 
 def test_the_command_that_shows_it_is_said(tracked):

@@ -77,7 +77,8 @@ def test_the_offline_folder_holds_every_logged_step_under_one_id(base_overrides,
             assert rows[row["step"]][f"train/{key}"] == row[key]
     evaluations = {row["step"]: row for _, rows in read for row in rows if "eval/eval_loss" in row}
     assert sorted(evaluations) == [0, 5]
-    assert evaluations[5]["eval/eval_loss"] == metrics(run, "eval")[-1]["eval_loss"]
+    assert evaluations[5]["eval/eval_loss"] == evaluations[5]["eval/loss"] == metrics(run, "eval")[-1]["eval_loss"]
+    assert all(row["train/global_step"] == row["step"] for row in [*rows.values(), *evaluations.values()])
 
 
 def test_a_key_is_in_no_output(base_overrides, tmp_path):

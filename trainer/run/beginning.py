@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from trainer.data.data_settings import Data
 
 FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.log_every", "train.save_every")
-FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "train.report", "data.cache_dir", "data.workers")
+FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
+FREE_KEYS += ("train.report", "train.samples", "train.model_card")
 FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache")
 FREE_KEYS += ("memory.probe", "memory.on_oom", "memory.snapshot", "memory.stats")
 """Settings that may differ between a run and its continuation: none of them changes a weight."""
@@ -119,7 +120,7 @@ def decide(run: Run, folder: RunFolder, say: Callable[[str], None]) -> Beginning
 def stays(row: dict[str, Any], state: State) -> bool:
     """Whether a row of metrics is of a step that a run which goes on from `state` does not make again."""
     evaluated = -1 if state.evaluated_step is None else state.evaluated_step
-    known = {"train": state.logged_step, "eval": evaluated}
+    known = {"train": state.logged_step, "eval": evaluated, "samples": evaluated}
     event = row.get("event")
     return event in ("resumed", "retreat") or row.get("step", 0) <= known.get(event, state.step)
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from peft import PeftModel
 
+from trainer.atomic import write_atomically
 from trainer.config.saved import Run
 from trainer.data.chat.encoder import Encoder
 from trainer.data.data_settings import TrainOn
 from trainer.data.tokens.tokenize import openings
 from trainer.export.answering import answer, tidied
+from trainer.export.model_card import CARD, model_card
 from trainer.export.result import export, stop_tokens
 from trainer.memory.snapshot import statistics
 from trainer.run.build import Ready
@@ -33,6 +35,9 @@ def export_result(run: Run, ready: Ready, journal: Journal) -> dict[str, Any]:
         with clock.stage("answers"):
             answers = held_out_answers(ready, ends, run.config.train.compare_prompts)
     summary = {**journal.summary("completed"), "adapter": name, "answers": answers}
+    if run.config.train.model_card:
+        card = model_card(run, journal.folder.manifest() or {}, summary, name)
+        write_atomically(run_dir / name / CARD, card)
     journal.finish(summary)
     answers_table(journal.screen, answers)
     report = journal.facts.get("report")

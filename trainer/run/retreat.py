@@ -214,6 +214,11 @@ class Retreat:
         self.position = position
 
 
+def halvings_at(step: int, retreats: list[dict[str, Any]]) -> int:
+    """How often the micro-batches of a step were cut in two, by the manifest's `retreats`."""
+    return next((row["halvings"] for row in reversed(retreats) if row["step"] < step), 0)
+
+
 def _halved(position: Position, key: str, largest: MicroBatch) -> Position | None:
     """The position with one halving more, where that makes the largest micro-batch smaller."""
     now = getattr(position, key)

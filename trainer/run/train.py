@@ -26,6 +26,7 @@ from trainer.run.journal import Journal, keeping_journal
 from trainer.run.prepare import prepare
 from trainer.run.restore import restore
 from trainer.run.retreat import Retreat
+from trainer.run.samples import Sampler, asking
 from trainer.run.screen_tables import start_table
 from trainer.run.watchers import kept_samples, recorded_allocations, told_compilations
 from trainer.tracking.console import Screen, quiet_libraries
@@ -58,6 +59,8 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
                 screen.say(f"{run_dir}: this run is completed; nothing to do.")
                 return beginning.finished
             prepared = stack.enter_context(closing(prepare(run, beginning, clock)))
+            prompts = run.config.train.samples
+            sampler = Sampler(prompts, prepared) if prompts else None
             _say_unused_card(run.config.device, prepared.device, screen)
         keep = run.config.train.keep_checkpoints
         checkpoints = Checkpoints(folder.file("checkpoints"), keep, beginning.run_id)
@@ -74,7 +77,7 @@ def run_training(run: Run, run_dir: Path, import_seconds: float = 0.0) -> dict[s
         journal.metrics.keep_only(lambda row: stays(row, beginning.state))
         _tell_start(run, beginning, ready, journal)
         retreat = Retreat(run, beginning, ready, journal, checkpoints, rng)
-        _train(run, ready, journal, checkpoints, rng, retreat, interrupts)
+        _train(run, ready, journal, checkpoints, rng, retreat, interrupts, sampler)
         with run.config.optim.evaluating(ready.loop.optimizer):
             return export_result(run, ready, journal)
 
@@ -112,6 +115,7 @@ def _train(
     rng: dict[str, torch.Tensor],
     retreat: Retreat,
     interrupts: Interrupts,
+    sampler: Sampler | None,
 ) -> None:
     """From the state that the run has to its last step.
 
@@ -152,6 +156,7 @@ def _train(
             matmul_flops=journal.matmul_flops,
             held_out=retreat.held_out,
             evaluate=held_out_loss,
+            ask=asking(run, sampler, ready),
             save=save,
             amend=amend,
             saved=(state.step, state.evaluated_step),

@@ -24,7 +24,10 @@ class Axes:
         if row["event"] not in SECTIONS:
             return {}
         self.num_tokens = row.get("num_tokens", self.num_tokens)
-        return {f"{row['event']}/{k}": v for k, v in row.items() if k not in NOT_PLOTTED and v is not None}
+        values = {f"{row['event']}/{k}": v for k, v in row.items() if k not in NOT_PLOTTED and v is not None}
+        if "eval/eval_loss" in values:
+            values["eval/loss"] = values["eval/eval_loss"]  # as transformers' Trainer calls it: one panel for both
+        return values
 
     def by_tokens(self, row: dict[str, Any]) -> dict[str, float]:
         """Values over `num_tokens`."""

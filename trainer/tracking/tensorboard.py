@@ -21,14 +21,17 @@ FOLDER = "tensorboard"
 class TensorBoard(Track):
     """TensorBoard event files in the run folder."""
 
+    log_samples: bool
+    """write the answers to train.samples as texts"""
+
     def build(self, run_dir, run_id, config):
-        return TensorBoardTracker(run_dir, run_id, config)
+        return TensorBoardTracker(self, run_dir, run_id, config)
 
 
 class TensorBoardTracker:
     """One run's event files; a resumed run goes on in the same folder, and its rows replace those it makes anew."""
 
-    def __init__(self, run_dir: Path, run_id: str, config: dict[str, Any]):
+    def __init__(self, options: TensorBoard, run_dir: Path, run_id: str, config: dict[str, Any]):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -36,7 +39,7 @@ class TensorBoardTracker:
                 "track=tensorboard: the package tensorboard is not installed. Install it with "
                 "pip install 'trainer[tensorboard]', or use track=local."
             ) from None
-        self._make, self._writers = SummaryWriter, {}
+        self._options, self._make, self._writers = options, SummaryWriter, {}
         self._folder, self._axes = run_dir / FOLDER, Axes()
         self._texts = {"config": config, "run_id": run_id}
 
@@ -48,6 +51,8 @@ class TensorBoardTracker:
         self._texts["identity"] = {key: manifest[key] for key in IDENTITY if manifest.get(key) is not None}
 
     def log(self, row: dict[str, Any]) -> None:
+        if self._options.log_samples and row["event"] == "samples":
+            self._writer("steps", row["step"]).add_text("samples", _table(row["answers"]), row["step"])
         values = self._axes.by_step(row)
         if not values:
             return
@@ -61,15 +66,20 @@ class TensorBoardTracker:
         for writer in self._writers.values():
             writer.close()
 
-    def _write(self, axis: str, position: int, values: dict[str, float]) -> None:
-        """Puts values at a position of an axis: a folder each, since a resumed run takes back what lies behind it."""
+    def _writer(self, axis: str, position: int) -> Any:
+        """That of an axis: a folder each, since a resumed run takes back what lies behind it."""
         if axis not in self._writers:
             self._writers[axis] = self._make(str(self._folder / axis), purge_step=position)
             for name, value in self._texts.items() if axis == "steps" else ():
                 self._writers[axis].add_text(name, _table(value))
+        return self._writers[axis]
+
+    def _write(self, axis: str, position: int, values: dict[str, float]) -> None:
+        """Puts values at a position of an axis."""
+        writer = self._writer(axis, position)
         for name, value in values.items():
-            self._writers[axis].add_scalar(name, value, position)
-        self._writers[axis].flush()
+            writer.add_scalar(name, value, position)
+        writer.flush()
 
 
 def _table(value: Any) -> str:

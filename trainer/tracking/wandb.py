@@ -55,6 +55,8 @@ class WandB(Track):
     """auto: what WANDB_MODE says, else online with an API key, offline without one"""
     log_adapter: bool
     """send the finished adapter (or model) as an artifact"""
+    log_samples: bool
+    """send the answers to train.samples as a table"""
 
     def build(self, run_dir, run_id, config):
         if resolve_mode(self.mode) is Mode.disabled:
@@ -160,6 +162,8 @@ class WandBTracker:
 
     def __init__(self, options: WandB, run_dir: Path, run_id: str, config: dict[str, Any]):
         self._options, self._run_dir, self._axes = options, run_dir, Axes()
+        self._answers: list[list[Any]] = []
+        """step, prompt and answer"""
         self.trouble: str | None = None
         """why nothing more is sent; said where the tracking is said"""
         self.run = None
@@ -197,12 +201,11 @@ class WandBTracker:
         self._safely(lambda: self.run.config.update({"identity": identity}, allow_val_change=True))
 
     def log(self, row: dict[str, Any]) -> None:
+        if self._options.log_samples and row["event"] == "samples":
+            self._safely(lambda: self._send_answers(row))
         values = self._axes.by_step(row)
         if values:
-            values |= self._axes.by_tokens(row)
-            self._safely(
-                lambda: self.run.log({**values, "step": row["step"], "num_tokens": self._axes.num_tokens}),
-            )
+            self._safely(lambda: self._send({**values, **self._axes.by_tokens(row)}, row["step"]))
 
     def finish(self, summary: dict[str, Any]) -> None:
         values = {key: summary[key] for key in SUMMARY if summary.get(key) is not None}
@@ -271,6 +274,18 @@ class WandBTracker:
             raise OSError(f"{self._folder}: {error.strerror}: it holds a part, metrics.jsonl every row") from None
         finally:
             room.unlink(missing_ok=True)
+
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        """On the axes of steps, ours and that of transformers' Trainer, and of tokens."""
+        self.run.log({**values, "step": step, "train/global_step": step, "num_tokens": self._axes.num_tokens})
+
+    def _send_answers(self, row: dict[str, Any]) -> None:
+        """All answers so far as one table: W&B shows the last."""
+        import wandb
+
+        self._answers += [[row["step"], found["prompt"], found["answer"]] for found in row["answers"]]
+        table = wandb.Table(columns=["step", "prompt", "answer"], data=self._answers)
+        self._send({"samples": table}, row["step"])
 
     def _send_result(self, name: str) -> None:
         import wandb

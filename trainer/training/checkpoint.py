@@ -83,11 +83,13 @@ class Checkpoints:
             return []
         return sorted(entry.name for entry in self.folder.iterdir() if entry.name.startswith("step-"))
 
-    def newest(self, say: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint of this run whose every byte is as written; what is damaged, foreign or misnamed is
-        said and passed over."""
+    def newest(self, say: Callable[[str], None], last: int | None = None) -> Path | None:
+        """The newest checkpoint of this run whose every byte is as written, of step `last` or before; what is damaged,
+        foreign or misnamed is said and passed over."""
         self._put_back()
         for name in reversed(self.names()):
+            if last is not None and name > _name(last):
+                continue
             problem = damage(self.folder / name) or self._foreign(self.folder / name)
             if problem is None:
                 return self.folder / name

@@ -62,8 +62,9 @@ def train(
     rng: dict[str, torch.Tensor],
     after_step: Callable[[State, float], None],
     check_interrupt: Callable[[], None],
+    last: int | None = None,
 ) -> None:
-    """Runs from `state.step` to the last step.
+    """Runs from `state.step` to the step `last`, or to the run's last step.
 
     `after_step(state, grad_norm)` is called after every step, and once before the first: it logs, evaluates and
     saves, and cannot change gradients. `rng` always holds the generators' states after the last whole step, so that
@@ -74,7 +75,7 @@ def train(
     loop.model.train()
     while True:
         after_step(state, grad_norm)
-        if state.step == loop.steps.num_steps:
+        if state.step in (last, loop.steps.num_steps):
             return
 
         started = time.perf_counter()

@@ -42,6 +42,10 @@ class Train(Batching):
     compare_prompts: Annotated[int, NOT_NEGATIVE]
     """held-out prompts answered by base and by adapter at the end of the run"""
 
+    samples: list[str]
+    """prompts answered at each evaluation, on the screen and in metrics.jsonl; track.log_samples sends them too"""
+    model_card: bool
+    """whether the result gets a README.md: base, data, settings and figures"""
     report: bool
     """whether report.html is written at the end of the run: about half a second"""
 

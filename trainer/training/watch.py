@@ -33,6 +33,8 @@ class Watch:
     """operations a second that this device reaches in matrix products; MFU is the share of them"""
     held_out: Callable[[], Iterable[MicroBatch]] | None
     evaluate: Callable[[Iterable[MicroBatch]], Evaluation]
+    ask: Callable[[], list[dict[str, str]]] | None
+    """asks the prompts of train.samples; gives each with its answer"""
     save: Callable[[State], Any]
     amend: Callable[[State], Any]
     saved: tuple[int, int | None]
@@ -108,9 +110,23 @@ class Watch:
         state.window, state.logged_step = Window(), state.step
 
     def _evaluate(self, state: State) -> None:
-        if self.held_out is None or state.evaluated_step == state.step:
+        """The held-out loss and the answers to train.samples, as far as there are any."""
+        if state.evaluated_step == state.step or (self.held_out is None and self.ask is None):
             return
-        result = self.evaluate(self._announced(self.held_out()))
+        if self.held_out is not None:
+            self._held_out_loss(state, self.held_out)
+        if self.ask is not None:
+            self._answers(state, self.ask)
+        state.evaluated_step = state.step
+
+    def _answers(self, state: State, ask: Callable[[], list[dict[str, str]]]) -> None:
+        answers = ask()
+        self.row("samples", step=state.step, answers=answers)
+        for found in answers:
+            self.say(f"step {state.step}: {found['prompt']} → {found['answer']}")
+
+    def _held_out_loss(self, state: State, held_out: Callable[[], Iterable[MicroBatch]]) -> None:
+        result = self.evaluate(self._announced(held_out()))
         self.row(
             "eval",
             step=state.step,
@@ -119,7 +135,7 @@ class Watch:
             num_targets=result.num_targets,
             **{f"eval_loss/{source}": loss for source, loss in result.by_source.items()},
         )
-        state.evaluated_step, state.eval_loss = state.step, result.loss
+        state.eval_loss = result.loss
         if state.step == 0:
             state.first_eval_loss = result.loss
         best = ""

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from trainer.data.batches.batching import Batching
 
 
+Samples = tuple[Tokens, np.ndarray]
+"""A set and the numbers of some of its samples."""
+
+
 @dataclass(frozen=True)
 class Position:
     """Where an optimizer step lies: its epoch (from 0) and its place in the epoch (from 0)."""
@@ -76,6 +80,10 @@ class TrainingSteps:
         position = self.position(step)
         start = position.index * self.train.accumulation_steps
         return self.micro_batches(position.epoch)[start : start + self.train.accumulation_steps]
+
+    def samples(self, step: int) -> list[Samples]:
+        """The samples of each micro-batch of a step (from 1)."""
+        return [(self.tokens, rows) for rows in self.sample_indices(step)]
 
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step (from 1), on the host."""

@@ -229,8 +229,9 @@ def _answers(record: RunRecord) -> list[tuple[str, list[tuple[str, Any]]]]:
             names = ("expected", "base", "trained")
             found.append((answer.get("prompt"), [(name, answer[name]) for name in names if name in answer]))
     by_prompt: dict[str, list[tuple[str, Any]]] = {}
-    for row in record.rows.get("sample", []):
-        by_prompt.setdefault(str(row.get("prompt")), []).append((f"step {row['step']}", row.get("answer")))
+    for row in record.rows.get("samples", []):
+        for answer in filter(lambda found: isinstance(found, dict), row.get("answers") or []):
+            by_prompt.setdefault(str(answer.get("prompt")), []).append((f"step {row['step']}", answer.get("answer")))
     return found + [(prompt, _spread(answers)) for prompt, answers in by_prompt.items()]
 
 

@@ -64,8 +64,7 @@ def _by_event(file: Path) -> dict[str, list[dict[str, Any]]]:
         for number, row in enumerate(read_metrics(file)):
             if not is_number(row.get("step")):
                 continue
-            # Prompts share a step, and so may retreats.
-            key = (row["step"], row.get("prompt"), number if row.get("event") == "retreat" else 0)
+            key = (row["step"], number if row.get("event") == "retreat" else 0)  # of these a step may have several
             found.setdefault(str(row.get("event")), {})[key] = row
     return {event: sorted(rows.values(), key=lambda row: row["step"]) for event, rows in found.items()}
 
