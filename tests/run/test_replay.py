@@ -20,7 +20,7 @@ from trainer.tracking.flight_record import FLIGHT, read_flight
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny, chats):
-    """A run with dropout, held-out rows, checkpoints (every fourth step, and where the held-out loss is a new best), and a row of metrics every second step."""
+    """A run with dropout and held-out rows, many checkpoints, and a row of metrics every second step."""
     folder = tmp_path_factory.mktemp("replay") / "run"
     words = [*tiny.overrides(), "data=file", f"data.path={chats}", "data.max_length=128", "data.eval_fraction=0.25"]
     words += ["quant=none", "precision=fp32", "optim=adamw", "device=cpu", "train.micro_batch_tokens=128"]
