@@ -135,7 +135,7 @@ def found_first(folder, words, bad) -> tuple[float, float]:
 
 def test_planted_rows_come_first(tmp_path):
     words, bad = planted(tmp_path, good=44, bad=4, held_out=6)
-    words += ["train.epochs=4", "train.accumulation_steps=1", "train.micro_batch_tokens=512", "quant=none"]
+    words += ["train.epochs=8", "train.accumulation_steps=1", "quant=none"]
     by_effect, by_norm = found_first(tmp_path / "run", words, bad)
     assert by_effect >= 0.75 and by_norm == 1.0
 
