@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.arguments import key_values, run_argument
+from trainer.commands.arguments import DEVICE, TRUST, key_values, run_argument, whole_number
 from trainer.data.sources.files import DataFile
 from trainer.data.sources.rows import json_value, read_pieces, text_of
 from trainer.data.tokens.counts import ASKED_AS
@@ -39,8 +39,8 @@ Answers with the run's adapter on its base (or with its model). Greedy: the same
 
 def run(words: list[str]) -> int:
     folder, saved = run_argument(words, ARGUMENTS)
-    arguments = key_values(words, ("run", "model.trust_remote_code", *ARGUMENTS))
-    limit, batch_size = _number(arguments, "max_new_tokens", 256), _number(arguments, "batch_size", 8)
+    arguments = key_values(words, ("run", TRUST, DEVICE, *ARGUMENTS))
+    limit, batch_size = whole_number(arguments, "max_new_tokens", 1, 256), whole_number(arguments, "batch_size", 1, 8)
     prompt, file, to, system = (arguments.get(name) for name in ("prompt", "prompts", "to", "system"))
     _check(prompt, file, to)
     way = _way(arguments.get("as"), folder, system)
@@ -185,10 +185,3 @@ def _check(prompt: str | None, file: str | None, to: str | None) -> None:
         problems.append(f"to={to}: is there already; choose another name")
     if problems:
         raise ConfigError(listing(problems))
-
-
-def _number(arguments: dict[str, str], key: str, default: int) -> int:
-    text = arguments.get(key, str(default))
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"{key}={text}: must be a whole number above 0")
-    return int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.config.own import OPTIONS_FLAG, OWN
 from trainer.config.schema import SECTIONS, Config
 from trainer.config.shelf import default_choices, option_values, options, own_option, root_values, schema_of
 from trainer.config.types import in_short
-from trainer.errors import ConfigError, StorageError, listing
+from trainer.errors import ConfigError, StorageError, closest, listing
 from trainer.redact import redacted
 from trainer.registry import OPTIONS, to_plain
 
@@ -64,6 +64,21 @@ def load_run(folder: Path) -> Run | None:
         return Run(from_saved(choices, values, own), choices, overrides)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from error
+
+
+def with_settings(run: Run, words: list[str]) -> Run:
+    """The run with some settings of `data` as these words say: data.path=FILE. Raises ConfigError."""
+    known = [f"data.{field.name}" for field in fields(run.config.data)]
+    unknown = [word for word in words if word.partition("=")[0] not in known]
+    if unknown:
+        hints = [f"{word}: no such setting{closest(word.partition('=')[0], known)}" for word in unknown]
+        raise ConfigError(listing(hints))
+    try:
+        values = OmegaConf.merge(to_plain(run.config), OmegaConf.from_dotlist(words))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{' '.join(words)}: {str(error).splitlines()[0]}") from error
+    values = OmegaConf.to_container(values)
+    return replace(run, config=from_saved(run.choices, values, _own_options(run)))
 
 
 def _own_options(run: Run) -> dict[str, dict[str, str | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,17 @@ class Trained:
     encoder: Encoder
     end_tokens: list[int]
     dtypes: Dtypes
+    adapted: peft.PeftModel | None = None
+    """the PEFT model around `model`; None: every weight was trained"""
+    weight_share: WeightShare | None = None
+    """what took a part of the base's weights for the adapter"""
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """The base as it was before training, within what quantising lost. Only where there is an adapter."""
+        assert self.adapted is not None
+        if self.weight_share is None:
+            return self.adapted.disable_adapter()
+        return self.weight_share.whole_again(self.adapted)
 
     @property
     def positions(self) -> int:
@@ -83,15 +95,20 @@ def _base(config: Config, dtypes: Dtypes, device: torch.device, weight_share: We
     return streamed_base(*what, config.offload.source(device, needed), before=weight_share)[0]
 
 
-def load_trained(run: Run, folder: Path) -> Trained:
-    """The result in a run folder. Raises ModelError where the run has none."""
-    config = run.config
+def find_result(folder: Path) -> Path:
+    """A run's adapter/ or model/. Raises ModelError where it has none."""
     results = [folder / name for name in ("adapter", "model") if (folder / name).is_dir()]
     if not results:
         raise ModelError(
             f"run={folder}: has no result yet (no adapter/ or model/). Finish it first: trainer resume run={folder}"
         )
-    result = results[0]
+    return results[0]
+
+
+def load_trained(run: Run, folder: Path) -> Trained:
+    """The result in a run folder. Raises ModelError where the run has none."""
+    config = run.config
+    result = find_result(folder)
     device = find_device(config.device)
     dtypes = config.precision.build(device)
     with building(f"{result}: cannot be loaded"):
@@ -114,6 +131,7 @@ def load_trained(run: Run, folder: Path) -> Trained:
         keep_tables_apart(adapted)
         model = base
     else:
+        adapted = weight_share = None
         model = AutoModelForCausalLM.from_pretrained(
             result,
             dtype=dtypes.compute,
@@ -122,4 +140,4 @@ def load_trained(run: Run, folder: Path) -> Trained:
             trust_remote_code=config.model.trust_remote_code,
         )
         model.set_attn_implementation(choose_padded(model.config)[0])
-    return Trained(model, encoder, end if isinstance(end, list) else [end], dtypes)
+    return Trained(model, encoder, end if isinstance(end, list) else [end], dtypes, adapted, weight_share)

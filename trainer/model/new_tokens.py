@@ -39,8 +39,13 @@ def grow(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
     model.resize_token_embeddings(needed, mean_resizing=False)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:
-            mean = module.weight[:before].float().mean(dim=0)
-            module.weight[before:] = mean.to(module.weight.dtype)
+            module.weight.copy_(with_mean_rows(module.weight[:before], needed))
+
+
+def with_mean_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """A table (V, H) as (rows, H): each further row the mean of those that were there."""
+    mean = table.float().mean(dim=0).to(table.dtype)
+    return torch.cat([table, mean.expand(rows - len(table), -1)])
 
 
 def trainable_rows(model: PreTrainedModel, new_ids: Sequence[int]) -> dict[str, Any]:

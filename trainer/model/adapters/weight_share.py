@@ -99,6 +99,21 @@ class WeightShare:
         for name in self.pairs:
             adapted.get_base_model().get_submodule(name).lora_B["default"].weight[:, self.adapter.r :] = 0
 
+    @contextmanager
+    def whole_again(self, adapted: torch.nn.Module) -> Iterator[None]:
+        """The base as it was, within what quantising lost: an adapter that `on_rest` fitted, with B_0 A_0 in it."""
+        layers = {name: adapted.get_base_model().get_submodule(name) for name in self.pairs}
+        now = {name: layer.lora_B["default"].weight.detach().clone() for name, layer in layers.items()}
+        with torch.no_grad():
+            for name, (_, b) in self.pairs.items():  # `to_plain` has put A_0 behind A
+                layers[name].lora_B["default"].weight.copy_(torch.cat([torch.zeros_like(b), b], dim=1))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, layer in layers.items():
+                    layer.lora_B["default"].weight.copy_(now[name])
+
 
 def round_trip(quant: Quant, compute_dtype: torch.dtype, device: torch.device) -> RoundTrip:
     """What a quantisation makes of a weight, with the layer that will hold it."""

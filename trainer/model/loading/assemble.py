@@ -110,18 +110,26 @@ class FromFiles:
                 self._copy(f"{name}.{own}" if name else own, parameter, base)
 
     def _copy(self, name: str, parameter: torch.nn.Parameter, base: PreTrainedModel) -> None:
+        tensor = self.read(base, name)
+        path, key = self._place(base, name)
+        self._check_shape(tensor.shape, parameter, path, key, base)
+        parameter.copy_(tensor)
+
+    def read(self, base: PreTrainedModel, name: str) -> torch.Tensor:
+        """The tensor that the files hold for a parameter, in their dtype."""
+        path, key = self._place(base, name)
+        with safe_open(path, "pt") as tensors:
+            return tensors.get_tensor(key)
+
+    def _place(self, base: PreTrainedModel, name: str) -> tuple[Path, str]:
         # A checkpoint of the bare decoder has no prefix.
         found = self._places.get(name) or self._places.get(name.removeprefix(f"{base.base_model_prefix}."))
         if found is None:
             raise ModelError(
                 f"{self.asked}: the weights do not belong to this architecture ({base.config.model_type}): {name} is "
-                "not in the files under this name, and a streamed base is read by name. offload=none may load it."
+                "not in the files under this name, and by it a base is streamed or merged. offload=none may load it."
             )
-        path, key = found
-        with safe_open(path, "pt") as tensors:
-            tensor = tensors.get_tensor(key)
-        self._check_shape(tensor.shape, parameter, path, key, base)
-        parameter.copy_(tensor)
+        return found
 
 
 def _renamed(key: str, patterns: dict[str, str]) -> str:
