@@ -14,7 +14,7 @@ from trainer.device.measure import Memory
 from trainer.errors import ConfigError, ModelError
 from trainer.model.attention import PACKED
 from trainer.model.loading.architecture import skeleton
-from trainer.model.loading.base import load_base, load_config, load_tokenizer
+from trainer.model.loading.base import load_base, load_config, load_tokenizer, planned_config
 from trainer.model.model_settings import Model, Weights
 from trainer.model.precision import Dtypes
 from trainer.training.losses import Chunked
@@ -198,3 +198,8 @@ def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path):
 
 def test_random_weights_take_the_embedded_tokenizer():
     assert load_tokenizer(random_model()).chat_template
+
+
+def test_a_plan_without_an_architecture_says_what_to_fetch():
+    with pytest.raises(ModelError, match=r"model.path=nobody/nothing: its config.json is not here.*hf download"):
+        planned_config(option("model", "other", path="nobody/nothing"))

@@ -96,6 +96,11 @@ def planned_config(model: Model) -> PretrainedConfig:
         if isinstance(cached, str):
             asked = f"model.path={model.path}"
             return text_config(_read_config(Path(cached).parent, asked), asked)[0]
+        if not model.architecture:
+            raise ModelError(
+                f"model.path={model.path}: its config.json is not here, and the configuration holds no architecture to "
+                f"plan with. Fetch it (hf download {model.path} config.json), or pick an option of model that has one"
+            )
     return text_config(written_config(model.architecture), "model.architecture")[0]
 
 
