@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
 COUNT_LIMIT = 2**31 - 1
@@ -23,6 +24,8 @@ class Range:
     """for counts, which otherwise have no end"""
     why: str = ""
     """what to do instead of more"""
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """what it holds a number to, in JSON Schema's words"""
 
     def problem(self, value: Any) -> str | None:
         """Why a value does not stand in the range, or None."""
@@ -35,13 +38,26 @@ class Range:
         return replace(self, most=most, why=why)
 
 
-POSITIVE = Range(lambda v: v > 0, "must be above 0")
-NOT_NEGATIVE = Range(lambda v: v >= 0, "must be 0 or more")
-AT_LEAST_1 = Range(lambda v: v >= 1, "must be 1 or more", COUNT_LIMIT)
-AT_LEAST_2 = Range(lambda v: v >= 2, "must be 2 or more", COUNT_LIMIT)
-BELOW_1 = Range(lambda v: 0 <= v < 1, "must be from 0 to below 1")
-SHARE = Range(lambda v: 0 <= v <= 1, "must be from 0 to 1")
-POSITIVE_SHARE = Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1")
+COMPARE = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+
+
+def numbers(words: str, **bounds: float) -> Range:
+    """Numbers within bounds, named as JSON Schema names them."""
+    return Range(lambda v: all(COMPARE[name](v, bound) for name, bound in bounds.items()), words, bounds=bounds)
+
+
+POSITIVE = numbers("must be above 0", exclusiveMinimum=0)
+NOT_NEGATIVE = numbers("must be 0 or more", minimum=0)
+AT_LEAST_1 = numbers("must be 1 or more", minimum=1).up_to(COUNT_LIMIT)
+AT_LEAST_2 = numbers("must be 2 or more", minimum=2).up_to(COUNT_LIMIT)
+BELOW_1 = numbers("must be from 0 to below 1", minimum=0, exclusiveMaximum=1)
+SHARE = numbers("must be from 0 to 1", minimum=0, maximum=1)
+POSITIVE_SHARE = numbers("must be above 0 and at most 1", exclusiveMinimum=0, maximum=1)
 
 
 def ranges_of(cls: type) -> dict[str, Range]:

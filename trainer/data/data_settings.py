@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from trainer.data.chat.messages import ROLES
 from trainer.errors import closest
-from trainer.ranges import AT_LEAST_1, BELOW_1, MOST_TOKENS, SHARE, Range
+from trainer.ranges import AT_LEAST_1, BELOW_1, MOST_TOKENS, SHARE, numbers
 from trainer.registry import Section, option
 
 
@@ -69,7 +69,7 @@ class Stop(Enum):
     all_exhausted = "all_exhausted"
 
 
-LENGTH = Range(lambda v: v >= 2, "must be 2 or more: a target needs a token before it", MOST_TOKENS)
+LENGTH = numbers("must be 2 or more: a target needs a token before it", minimum=2).up_to(MOST_TOKENS)
 
 
 @option("data", "file")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.model.roles import is_hidden_matrix
-from trainer.ranges import AT_LEAST_1, BELOW_1, POSITIVE, Range
+from trainer.ranges import AT_LEAST_1, BELOW_1, POSITIVE, numbers
 from trainer.registry import option
 from trainer.training.optimizers.adam import AdamW
 from trainer.training.optimizers.optim import Optim
@@ -15,7 +15,7 @@ from trainer.training.optimizers.optim import Optim
 if TYPE_CHECKING:
     import torch
 
-NEGATIVE = Range(lambda v: -1 <= v < 0, "must be from -1 to below 0")
+NEGATIVE = numbers("must be from -1 to below 0", minimum=-1, exclusiveMaximum=0)
 
 
 @option("optim", "adafactor")

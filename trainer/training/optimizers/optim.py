@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.model.roles import rate_ratio
-from trainer.ranges import NOT_NEGATIVE, Range
+from trainer.ranges import NOT_NEGATIVE, Range, numbers
 from trainer.registry import Section
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from trainer.training.optimizer_memory import OptimizerMemory
 
-RATE = Range(lambda v: 0 < v <= 1000, "must be above 0 and at most 1000: 2e-4, not 2e4")
+RATE = numbers("must be above 0 and at most 1000: 2e-4, not 2e4", exclusiveMinimum=0, maximum=1000)
 DECAYS = Range(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "must be two numbers from 0 to below 1")
 
 RATE_RATIO = "rate_ratio"
