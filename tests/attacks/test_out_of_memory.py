@@ -30,7 +30,7 @@ STAGES = {
     "shape": (prepare_module, "skeleton", 1, "host"),
     "plan": (prepare_module, "plan_run", 1, "host"),
     "weights": (build_module, "load_base", 1, "card"),
-    "packing probe": (build_module, "check_packing", 1, "card"),
+    "packing check": (build_module, "check_packing", 1, "card"),
     "first evaluation": (train_module, "evaluate", 1, "card"),
     "step": (Chunked, "sum", 8, "card"),
     "evaluation": (train_module, "evaluate", 2, "card"),

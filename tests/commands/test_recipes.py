@@ -62,3 +62,13 @@ def test_a_recipe_that_obeys_no_terminal(tmp_path, monkeypatch, capsys):
 def test_arguments_are_refused(capsys):
     assert here("recipes", "all", "run=x") == 2
     assert "recipes takes no arguments, not all run=x" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_gets_a_paragraph_a_recipe(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert here("recipes") == 0
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    text = " ".join(out.split())
+    for name, recipe in recipes().items():
+        assert name in out.splitlines() and recipe.comment[0] in text

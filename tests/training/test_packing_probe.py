@@ -52,7 +52,7 @@ def test_attention_across_samples_is_refused(contaminated):
 
 def test_a_run_on_such_an_attention_refuses_to_start(contaminated, base_overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "choose", lambda *_: (contaminated, "a test"))
-    with pytest.raises(ModelError, match="packing probe") as error:
+    with pytest.raises(ModelError, match="packing check") as error:
         train_here(base_overrides, tmp_path / "run")
     assert error.value.exit_code == 4 and build.attention is attention
     assert not (tmp_path / "run" / "adapter").exists()
@@ -103,7 +103,7 @@ def test_an_int8_base_is_judged_by_its_own_rounding(contaminated):
         check_packing(base, Chunked(4), FP32, VOCABULARY, rounding=rounding)
 
     check(PACKED, int8.rounding)
-    with pytest.raises(ModelError, match="packing probe"):
+    with pytest.raises(ModelError, match="packing check"):
         check(PACKED, 0.0)
     with pytest.raises(ModelError, match="packed samples would see each other"):
         check(contaminated, int8.rounding)

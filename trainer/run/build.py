@@ -70,7 +70,7 @@ class Ready:
 
 
 def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
-    """Weights, adapter, checkpointing and optimizer; ends with the packing probe."""
+    """Weights, adapter, checkpointing and optimizer; ends with the packing check."""
     config, device, dtypes = run.config, prepared.device, prepared.dtypes
     if config.packing.packed:
         chosen, why = attention.choose(prepared.config, device, dtypes.compute)
@@ -156,7 +156,7 @@ def begin_from(adapter: Adapter, adapted: torch.nn.Module) -> None:
 
 def _check(config: Config, prepared: Prepared, loop: Loop, clock: Clock) -> None:
     """Packed samples do not see each other, and compiled code computes what plain code does. Raises ModelError."""
-    with clock.stage("packing probe"):
+    with clock.stage("packing check"):
         vocab_size = prepared.config.get_text_config().vocab_size
         check_packing(loop.model, config.loss, loop.dtypes, vocab_size, config.packing.packed, config.quant.rounding)
     if config.kernels.graphs() is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -50,16 +53,12 @@ class Screen:
 
     def say(self, text: str, style: str | None = None) -> None:
         """One line."""
-        self._print(Text(visible(text), style=style or ""))
+        self._print(_Line(visible(text), style or ""))
 
     def table(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
         """Two columns: what, and its value."""
-        table = Table(title=Text(visible(title), style="bold"), title_justify="left", box=None, show_header=False)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows:
-            table.add_row(Text(visible(name)), Text(visible(value)))
-        self._print(table)
+        self._print(Text(visible(title), style="bold"))
+        self._print(_Facts([(visible(name), visible(value)) for name, value in rows]))
 
     def columns(self, title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         """A table with a header."""
@@ -92,10 +91,53 @@ class Screen:
             yield Bar(progress, progress.add_task(what, total=total, completed=done))
 
     def _print(self, item: object) -> None:
-        self.terminal.print(item)
+        if self.terminal.is_terminal:
+            self.terminal.print(item)
+        else:
+            print(_plain(self.terminal, item), file=self.terminal.file)
         if self._log is not None and self._handle is not None:
-            self._log.print(item)
+            self._handle.write(_plain(self._log, item) + "\n")
             self._handle.flush()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The text in lines, broken between words only."""
+    parts = [textwrap.wrap(p, width, break_long_words=False, break_on_hyphens=False) for p in text.split("\n")]
+    return [line for part in parts for line in part or [""]]
+
+
+def _plain(console: Console, item: object) -> str:
+    """What a console without colours shows, without the blanks that tables fill their cells with."""
+    with console.capture() as captured:
+        console.print(item)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+@dataclass
+class _Line:
+    """One line of text: as it is in a file; in a terminal broken between words, and a path or an address never."""
+
+    text: str
+    style: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = _wrapped(self.text, options.max_width) if console.is_terminal else [self.text]
+        yield from (Text(line, style=self.style) for line in lines)
+
+
+@dataclass
+class _Facts:
+    """Names, and beside them values that are broken between words only: a path can be copied whole."""
+
+    rows: list[tuple[str, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = max((cell_len(name) for name, _ in self.rows), default=0)
+        room = max(24, options.max_width - names - 4)
+        for name, value in self.rows:
+            for number, line in enumerate(_wrapped(value, room)):
+                said = name if number == 0 else ""
+                yield Text.assemble((f" {said}{' ' * (names - cell_len(said))}", "cyan"), f"  {line}")
 
 
 class Bar:

@@ -55,7 +55,7 @@ def check_packing(
         model.train(was_training)
     if not math.isfinite(together.expected):
         raise ModelError(
-            f"packing probe: the model itself gives a loss of {together.expected} on two short samples. Its weights "
+            f"packing check: the model itself gives a loss of {together.expected} on two short samples. Its weights "
             f"are not all finite, or its numbers are too large for {str(dtypes.compute).removeprefix('torch.')}: "
             "try precision=fp32, or fetch the model again."
         )
@@ -64,7 +64,7 @@ def check_packing(
     else:
         cause, way_out = "the loss path differs from the model's own, for each sample alone too", "Use loss=full."
     raise ModelError(
-        f"packing probe: two samples {'in one row' if packed else 'padded'} give a loss of {together.loss:.4f}, each "
+        f"packing check: two samples {'in one row' if packed else 'padded'} give a loss of {together.loss:.4f}, each "
         f"alone {together.expected:.4f} in sum; their gradients differ by {together.gradient:.2%} (rounding explains "
         f"{loss_share:.2%} of a loss and {gradient_share:.2%} of a gradient). With this model "
         f"({model.config.model_type}, attention {attention}) {cause}. {way_out}"

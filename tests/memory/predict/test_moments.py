@@ -123,7 +123,7 @@ def test_cuda_is_planned_on_a_machine_without_it():
     planner = Planner(config)
     lines = {name: size / 2**30 for name, size in planner.static.lines().items()}
     assert lines["quantised weights"] == 3.25
-    assert lines["absmax"] == pytest.approx(0.103, abs=0.001)
+    assert lines["scales of quantised weights"] == pytest.approx(0.103, abs=0.001)
     assert lines["embeddings"] == lines["head"] == pytest.approx(0.979, abs=0.001)
     assert lines["adapter"] == lines["gradients"] == pytest.approx(0.156, abs=0.001)
     assert planner.static.trainable == 41_943_040

@@ -107,11 +107,11 @@ def other_model(model_type: str, **fields):
 @pytest.mark.parametrize(
     ("targets", "parts"),
     [
-        ("all-linear", "fused 2 q/k/v, 2 MLP, 2 single, 5 norm"),
-        (["q_proj", "v_proj"], "fused 2 q/k/v, 5 norm"),
-        (["down_proj", "k_proj"], "fused 2 q/k/v, 2 MLP, 5 norm"),
-        (["gate_proj", "o_proj"], "fused 2 MLP, 2 single, 5 norm"),
-        (r"model\.layers\.1\.mlp\.up_proj", "fused 1 MLP, 5 norm"),
+        ("all-linear", "fused 2 q/k/v groups, 2 MLPs, 2 single layers, 5 norms"),
+        (["q_proj", "v_proj"], "fused 2 q/k/v groups, 5 norms"),
+        (["down_proj", "k_proj"], "fused 2 q/k/v groups, 2 MLPs, 5 norms"),
+        (["gate_proj", "o_proj"], "fused 2 MLPs, 2 single layers, 5 norms"),
+        (r"model\.layers\.1\.mlp\.up_proj", "fused 1 MLP, 5 norms"),
     ],
 )
 def test_gradients_equal_peft(targets, parts, store, policy):
@@ -125,12 +125,12 @@ def test_gradients_equal_peft(targets, parts, store, policy):
 @pytest.mark.parametrize(
     ("model_type", "fields", "parts"),
     [
-        ("llama", {"attention_bias": True, "mlp_bias": True}, "fused 2 q/k/v, 2 MLP, 2 single, 5 norm"),
-        ("qwen2", {}, "fused 2 q/k/v, 2 MLP, 2 single, 5 norm"),
-        ("qwen3", {}, "fused 2 q/k/v, 2 MLP, 2 single, 9 norm"),  # its q and k are normalised too
-        ("gemma", {}, "fused 2 q/k/v, 2 MLP, 2 single"),  # GELU; its norm multiplies by 1 + w
-        ("mistral", {"hidden_act": "gelu"}, "fused 2 q/k/v, 2 MLP, 2 single, 5 norm"),
-        ("phi3", {}, "fused 8 single, 5 norm"),  # one layer for q, k, v and one for gate and up
+        ("llama", {"attention_bias": True, "mlp_bias": True}, "fused 2 q/k/v groups, 2 MLPs, 2 single layers, 5 norms"),
+        ("qwen2", {}, "fused 2 q/k/v groups, 2 MLPs, 2 single layers, 5 norms"),
+        ("qwen3", {}, "fused 2 q/k/v groups, 2 MLPs, 2 single layers, 9 norms"),  # its q and k are normalised too
+        ("gemma", {}, "fused 2 q/k/v groups, 2 MLPs, 2 single layers"),  # GELU; its norm multiplies by 1 + w
+        ("mistral", {"hidden_act": "gelu"}, "fused 2 q/k/v groups, 2 MLPs, 2 single layers, 5 norms"),
+        ("phi3", {}, "fused 8 single layers, 5 norms"),  # one layer for q, k, v and one for gate and up
     ],
 )
 def test_other_architectures_equal_peft(model_type, fields, parts):
@@ -299,7 +299,7 @@ def test_what_the_functions_do_not_know_keeps_peft_s_forward():
     adapted = peft.get_peft_model(model, config)
     expected = step(adapted)
     fused.install(adapted)
-    assert fused.describe(adapted) == "fused 5 norm; PEFT's own forward for 4 adapted layers"
+    assert fused.describe(adapted) == "fused 5 norms; PEFT's own forward for 4 adapted layers"
     assert_equal(expected, step(adapted))
 
 
@@ -372,5 +372,5 @@ def test_a_norm_with_a_zero_weight_keeps_its_own_forward():
     adapted = attached(model)
     expected = step(adapted)
     fused.install(adapted)
-    assert fused.describe(adapted).endswith("4 norm")
+    assert fused.describe(adapted).endswith("4 norms")
     assert_equal(expected, step(adapted))

@@ -140,7 +140,7 @@ def test_the_start_table_still_knows_what_is_fused():
     model = attached(llama(PACKED), fused=True)
     expected = fused.describe(model)
     tile(model.get_base_model(), 3)
-    assert fused.describe(model) == expected and "2 MLP" in expected
+    assert fused.describe(model) == expected and "2 MLPs" in expected
 
 
 def test_evaluation_in_pieces():

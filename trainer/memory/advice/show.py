@@ -38,8 +38,8 @@ def show(screen: Screen, plan: PlanReport, recipe: str) -> None:
         ],
     )
     screen.columns(
-        f"speed by arithmetic, {plan.assumed_efficiency:.0%} of the roof assumed",
-        ("device", "tokens/s", "roof"),
+        f"speed by arithmetic, {plan.assumed_efficiency:.0%} of the device's peak assumed",
+        ("device", "tokens/s", "at peak"),
         [(name, f"{s.expected:,.0f}", f"{s.roof:,.0f}") for name, s in plan.tokens_per_second.items()],
     )
     if plan.offload is not None:

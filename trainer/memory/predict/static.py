@@ -16,7 +16,14 @@ from trainer.model.offload.block_stream import SLOTS, aligned
 from trainer.model.standins import Standin
 from trainer.training.optimizer_memory import OptimizerMemory
 
-WEIGHTS = ("quantised weights", "absmax", "linear weights", "embeddings", "head", "norms and others")
+WEIGHTS = (
+    "quantised weights",
+    "scales of quantised weights",
+    "linear weights",
+    "embeddings",
+    "head",
+    "norms and others",
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,9 @@ def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str, s
             if isinstance(tensor, torch.nn.Parameter) or module in model.quantised:
                 base_parameters += _numbers(model, module, tensor)
         if isinstance(module, Standin):
-            weights["absmax"] += sum(size(tensor) for tensor in module.scales() if id(tensor) not in away)
+            weights["scales of quantised weights"] += sum(
+                size(tensor) for tensor in module.scales() if id(tensor) not in away
+            )
     trainable = model.trainable()
     return Static(
         weights=weights,
@@ -112,7 +121,7 @@ def _kind(model: Outline, module: torch.nn.Module, tensor: torch.Tensor) -> str:
     if module in model.quantised:
         if tensor is _codes(module):
             return "quantised weights"
-        return "norms and others" if tensor is getattr(module, "bias", None) else "absmax"
+        return "norms and others" if tensor is getattr(module, "bias", None) else "scales of quantised weights"
     if tensor.ndim >= 2 and isinstance(tensor, torch.nn.Parameter):
         return "linear weights"
     return "norms and others"

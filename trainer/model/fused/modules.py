@@ -56,13 +56,17 @@ def remove(model: torch.nn.Module) -> None:
             del module.__dict__["forward"]
 
 
+KINDS = {"q/k/v": "q/k/v group", "MLP": "MLP", "single": "single layer", "norm": "norm"}
+"""What a fused forward runs, in words."""
+
+
 def describe(model: torch.nn.Module) -> str:
     """What of an adapted model runs through fused functions, and what does not, in one line."""
     forwards = [module.__dict__["forward"] for module in model.modules() if _is_overridden(module)]
     counts = Counter(forward.kind for forward in forwards if forward.kind)
     covered = {layer for forward in forwards for layer in forward.layers}
     left = sum(_is_adapted(module) and module not in covered for module in model.modules())
-    parts = [f"{counts[kind]} {kind}" for kind in ("q/k/v", "MLP", "single", "norm") if counts[kind]]
+    parts = [f"{n} {words}{'s' * (n > 1)}" for kind, words in KINDS.items() if (n := counts[kind])]
     fused = f"fused {', '.join(parts)}" if parts else ""
     eager = f"PEFT's own forward for {left} adapted layers" if left else ""
     return "; ".join(part for part in (fused, eager) if part)
