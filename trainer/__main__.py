@@ -21,6 +21,8 @@ COMMANDS = {
     "plan": "predict memory and speed, before any download",
     "recipes": "list the recipes",
     "resume": "continue a stopped run: run=DIR",
+    "import": "a recipe from an axolotl, LLaMA-Factory, torchtune or TRL configuration: import FILE",
+    "schema": "the JSON Schema of a recipe, for editors: to=FILE",
     "generate": 'answer a prompt with a trained run: run=DIR prompt="..."',
     "report": "one page with plots of a run or a sweep: run=DIR",
     "why": "what went wrong in a run, and the rows behind it: run=DIR",
@@ -103,6 +105,12 @@ def dispatch(words: list[str]) -> int:
     name, rest = "train", words
     if words and not words[0].startswith(("-", "+", "~")) and "=" not in words[0]:
         name, rest = words[0], words[1:]
+        if name not in COMMANDS and name.endswith((".yaml", ".yml")):
+            stem = name.replace("\\", "/").rpartition("/")[2].rpartition(".")[0]
+            raise ConfigError(
+                f"{name}: a file is no command. Put it into ./recipes/ and say recipe={stem}; another trainer's "
+                f"configuration becomes a recipe with: trainer import {name}"
+            )
         if name not in COMMANDS:
             raise ConfigError(
                 f"{name}: no such command{closest(name, COMMANDS)}. Commands: {', '.join(COMMANDS)}. "

@@ -1,5 +1,6 @@
 """Sweeps: a process and a folder for each trial, one table at the end, and no trial that takes the others with it."""
 
+import csv
 import json
 import math
 import os
@@ -17,8 +18,8 @@ from hydra.experimental.callback import Callback
 from tests.program import here
 from tests.support import REPO, metrics
 from trainer.commands import sweep
-from trainer.commands.sweep import _settings, _status, _train, _trial_words
-from trainer.config.compose import compose
+from trainer.commands.sweep import _settings, _status, _train, _trial_words, _varied
+from trainer.config.compose import Planned, compose
 from trainer.tracking.sweep_folder import SweepFolder
 
 RETURNED: list[float] = []
@@ -37,11 +38,13 @@ def trials(monkeypatch):
     """Stands in for the trials' processes: `trials[seed] = (exit code, summary)`; notes what each was asked to do."""
     outcomes: dict[int, tuple[int, dict]] = {}
     asked: list[list[str]] = []
+    decides: list = []
 
     def train(words: list[str]) -> int:
         asked.append(words)
         config = compose(words).config
-        code, summary = outcomes.get(config.seed, (0, {"eval_loss": 1.0}))
+        given = outcomes.get(config.seed, (0, {"eval_loss": 1.0}))
+        code, summary = decides[0](config) if decides else given
         folder = Path(config.output_dir)
         if summary:
             folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +52,7 @@ def trials(monkeypatch):
         return code
 
     monkeypatch.setattr(sweep, "_train", train)
-    return outcomes, asked
+    return outcomes, asked, decides
 
 
 def table(out: str) -> list[list[str]]:
@@ -65,7 +68,7 @@ def table(out: str) -> list[list[str]]:
 
 
 def test_a_sweep_ends_with_one_table_and_the_best_marked(trials, tmp_path, capsys):
-    outcomes, asked = trials
+    outcomes, asked, _ = trials
     outcomes |= {1: (0, {"eval_loss": 2.5}), 2: (0, {"eval_loss": 1.25}), 3: (0, {"eval_loss": 2.0})}
     folder = tmp_path / "s"
     assert here("-m", "seed=1,2,3", "optim=adamw", f"output_dir={folder}") == 0
@@ -82,15 +85,26 @@ def test_a_sweep_ends_with_one_table_and_the_best_marked(trials, tmp_path, capsy
         ["2", "seed=3", "completed", "2.0000", "2"],
     ]
     assert "held-out loss" in out and "did not complete" not in out
-    assert asked == [["seed=1", "optim=adamw", "recipe=quickstart", f"output_dir='{folder}/0'"]] + [
-        [f"seed={n + 1}", "optim=adamw", "recipe=quickstart", f"output_dir='{folder}/{n}'"] for n in (1, 2)
+    fixed = ["optim=adamw", "recipe=quickstart", "memory.over_budget=refuse"]
+    assert asked == [[f"seed={n + 1}", *fixed, f"output_dir='{folder}/{n}'"] for n in (0, 1, 2)]
+    files = [".lock", "0", "1", "2", "multirun.yaml", "results.csv", "results.json", "sweep.jsonl"]
+    assert sorted(p.name for p in folder.iterdir()) == files
+    assert "best: trial 1, held-out loss 1.2500, in" in out
+    results = json.loads((folder / "results.json").read_text())
+    assert results["best"] == results["trials"][1] and results["best"]["metric"] == 1.25
+    assert [trial["overrides"][0] for trial in results["trials"]] == ["seed=1", "seed=2", "seed=3"]
+    with (folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["trial"], row["status"], row["metric"], row["overrides"].split()[0]) for row in rows] == [
+        ("0", "completed", "2.5", "seed=1"),
+        ("1", "completed", "1.25", "seed=2"),
+        ("2", "completed", "2.0", "seed=3"),
     ]
-    assert sorted(p.name for p in folder.iterdir()) == [".lock", "0", "1", "2", "multirun.yaml", "sweep.jsonl"]
 
 
 def test_the_metric_goes_to_hydra(trials, tmp_path, capsys):
     """So that any sweeper can use it: held-out loss, training loss without held-out data, NaN where there is none."""
-    outcomes, _ = trials
+    outcomes, _, _ = trials
     outcomes |= {1: (0, {"eval_loss": 2.5}), 2: (0, {"eval_loss": None}), 3: (3, {}), 4: (0, {"eval_loss": math.nan})}
     RETURNED.clear()
     callback = f"+hydra.callbacks.mine._target_={__name__}.Returns"
@@ -101,8 +115,9 @@ def test_the_metric_goes_to_hydra(trials, tmp_path, capsys):
 
 def test_one_trial_does_not_take_the_others_with_it(trials, tmp_path, capsys):
     """C3: one raises, one returns NaN, one is killed, one has no memory: the others complete."""
-    outcomes, asked = trials
-    outcomes |= {1: (3, {}), 2: (0, {"eval_loss": math.nan}), 3: (128 + signal.SIGKILL, {"eval_loss": 0.1}), 5: (7, {})}
+    outcomes, asked, _ = trials
+    outcomes |= {1: (3, {}), 2: (0, {"eval_loss": math.nan}), 3: (128 + signal.SIGKILL, {"eval_loss": 0.1})}
+    outcomes[5] = (7, {"eval_loss": None})
     folder = tmp_path / "s"
     command = ["-m", "seed=1,2,3,4,5", f"output_dir={folder}"]
     assert here(*command) == 3, "the code of the first that failed"
@@ -133,7 +148,7 @@ def test_one_trial_does_not_take_the_others_with_it(trials, tmp_path, capsys):
 
 
 def test_an_interrupt_ends_the_sweep_and_says_what_is_left(trials, tmp_path, capsys):
-    outcomes, asked = trials
+    outcomes, asked, _ = trials
     outcomes |= {1: (3, {}), 2: (143, {})}
     assert here("-m", "seed=1,2,3", f"output_dir={tmp_path / 's'}") == 143
     out = capsys.readouterr().out
@@ -146,7 +161,7 @@ def test_an_interrupt_ends_the_sweep_and_says_what_is_left(trials, tmp_path, cap
 
 
 def test_a_prepared_sweep_is_the_same_without_a_flag(trials, tmp_path, capsys):
-    _, asked = trials
+    _, asked, _ = trials
     assert here("sweep=learning_rate", "recipe=quickstart", f"output_dir={tmp_path / 's'}") == 0
     assert [words[0] for words in asked] == [f"optim.learning_rate={r}" for r in (5e-05, 0.0001, 0.0002, 0.0004)]
     assert all("sweep=learning_rate" not in words for words in asked), "a trial is no sweep"
@@ -155,7 +170,7 @@ def test_a_prepared_sweep_is_the_same_without_a_flag(trials, tmp_path, capsys):
 
 def test_the_default_folder_is_one_for_the_whole_sweep(trials, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _, asked = trials
+    _, asked, _ = trials
     assert here("-m", "seed=1,2") == 0
     (folder,) = (tmp_path / "outputs/quickstart").iterdir()
     assert [words[-1] for words in asked] == [f"output_dir='outputs/quickstart/{folder.name}/{n}'" for n in (0, 1)]
@@ -201,6 +216,62 @@ def test_a_folder_that_cannot_be_the_sweeps_is_code_5_and_untouched(place, trial
         busies.pop().close()
 
 
+@pytest.mark.parametrize(("metric", "best"), [("final_loss", 0), ("peak_memory_gib", 2)])
+def test_the_metric_to_minimise_is_a_key(trials, tmp_path, capsys, metric, best):
+    values = [(3.0, 1.0, 5.0), (2.0, 4.0, 6.0), (2.5, 3.0, 4.0)]
+    names = ("eval_loss", "final_loss", "peak_memory_gib")
+    outcomes, _, _ = trials
+    outcomes |= {seed: (0, dict(zip(names, v, strict=True))) for seed, v in enumerate(values)}
+    assert here("-m", "seed=0,1,2", f"search.metric={metric}", f"output_dir={tmp_path / 's'}") == 0
+    results = json.loads((tmp_path / "s/results.json").read_text())
+    assert results["best"]["trial"] == best
+    assert results["trials"][1]["memory"] == {"peak_memory_gib": 6.0}
+    assert here("-m", "seed=0,1", "search.metric=accuracy", f"output_dir={tmp_path / 't'}") == 2
+    assert "must be one of auto, eval_loss" in capsys.readouterr().err
+
+
+def test_a_trial_that_cannot_fit_is_marked_and_not_run(trials, tmp_path, capsys):
+    """Refused by its plan: code 7, and no run has begun; one that ran out of memory has a summary."""
+    outcomes, _, _ = trials
+    outcomes |= {1: (7, {}), 2: (0, {"eval_loss": 1.0})}
+    folder = tmp_path / "s"
+    assert here("-m", "seed=1,2", f"output_dir={folder}") == 0, "the sweep did all that can be done"
+    assert table(capsys.readouterr().out)[0] == ["0", "seed=1", "does not fit", "-", "0"]
+    outcomes |= {1: (7, {"eval_loss": None})}
+    assert here("-m", "seed=1,2", f"output_dir={folder}") == 7
+    assert table(capsys.readouterr().out)[0][2] == "failed: out of memory"
+
+
+def test_a_search_draws_its_trials_and_the_rerun_does_what_is_missing(trials, tmp_path, capsys):
+    """One of six fails; the same command makes that one alone, with the values that it had."""
+    _, asked, decides = trials
+    folder, failing = tmp_path / "s", [True]
+
+    def outcome(config):
+        if failing[0] and len(asked) == 3:
+            return 3, {}
+        return 0, {"eval_loss": abs(config.optim.learning_rate - 1e-3)}
+
+    command = ["-m", "search=optuna", "search.trials=6", "search.random_trials=3", "search.prune_after=null"]
+    command += ["optim.learning_rate=tag(log,interval(1e-5,1e-1))", "adapter.r=4,8", f"output_dir={folder}"]
+    decides.append(outcome)
+    assert here(*command) == 3
+    out = capsys.readouterr().out
+    first = SweepFolder(folder).trials()
+    assert [t.status for t in first.values()] == ["completed"] * 2 + ["failed: data"] + ["completed"] * 3
+    assert "1 of 6 trials did not complete" in out and [row[0] for row in table(out)] == list("012345")
+    assert all(not w.startswith("search") for words in asked for w in words), "a trial is no sweep"
+    rates = {n: t.overrides for n, t in first.items()}
+    assert len({tuple(words) for words in rates.values()}) == 6
+
+    failing[0] = False
+    assert here(*command) == 0
+    assert len(asked) == 7 and asked[6] == asked[2]
+    results = json.loads((folder / "results.json").read_text())
+    best = min(results["trials"], key=lambda row: row["metric"])
+    assert results["best"] == best and [row["status"] for row in results["trials"]] == ["completed"] * 6
+
+
 def test_a_mistake_in_a_trial_starts_none(trials, tmp_path, capsys):
     assert here("-m", "optim.learning_rate=1e-4,abc", f"output_dir={tmp_path / 's'}") == 2
     assert "optim.learning_rate=abc: must be a number" in capsys.readouterr().err
@@ -210,12 +281,19 @@ def test_a_mistake_in_a_trial_starts_none(trials, tmp_path, capsys):
 
 def test_a_trials_words():
     words = ["optim.eps=1", "sweep=learning_rate", "+model.architecture.a=1", "output_dir=s", "++output_dir=t"]
-    assert _trial_words(words, Path("my s") / "3") == ["optim.eps=1", "+model.architecture.a=1", "output_dir='my s/3'"]
+    kept, words = ["optim.eps=1", "+model.architecture.a=1"], [*words, "search=optuna", "search.trials=3"]
+    place, own = "output_dir='my s/3'", "memory.over_budget=run"
+    assert _trial_words(words, Path("my s") / "3") == [*kept, "memory.over_budget=refuse", place]
+    assert _trial_words([*words, own], Path("my s") / "3") == [*kept, own, place]
 
 
 def test_settings_are_what_differs():
-    assert _settings([["a=1", "b=2", "c=3"], ["a=1", "b=4", "c=3"]]) == ["b=2", "b=4"]
-    assert _settings([["a=1", "b=2"]]) == ["a=1 b=2"]
+    def settings(*trials):
+        planned = Planned(None, None, [], [*trials], None, len(trials), False)
+        return [_settings(words, _varied(planned)) for words in trials]
+
+    assert settings(["a=1", "b=2", "c=3"], ["a=1", "b=4", "c=3"]) == ["b=2", "b=4"]
+    assert settings(["a=1", "b=2"]) == ["a=1 b=2"]
 
 
 @pytest.mark.parametrize(
@@ -450,3 +528,46 @@ def test_each_way_in_which_a_trial_can_end_and_the_rerun(base_overrides, tmp_pat
     assert here(*base_overrides, *words, "seed=3", f"output_dir={alone}") == 0
     name = "adapter/adapter_model.safetensors"
     assert (folder / "2" / name).read_bytes() == (alone / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_search_with_real_trials_one_of_which_fails(base_overrides, children, tmp_path, capfd):
+    """Six trials by Optuna, side by side in submitit's processes; what failed is made good by the same command."""
+    folder, late = tmp_path / "s", tmp_path / "late.jsonl"
+    good = next(w for w in base_overrides if w.startswith("data.path=")).partition("=")[2]
+    words = [w for w in base_overrides if not w.startswith(("data.path=", "optim.learning_rate"))]
+    words += ["data.eval_fraction=0.25", "train.max_steps=4", "train.eval_every=2", f"output_dir={folder}"]
+    words += ["search=optuna", "search.trials=6", "search.random_trials=3", "search.prune_after=2"]
+    words += ["optim.learning_rate=tag(log,interval(1e-4,1e-1))", f"data.path={good},{late}"]
+    words += ["search.parallel=2", "hydra/launcher=submitit_local"]
+    assert here("-m", *words) == 3
+    out = capfd.readouterr().out
+    trials = SweepFolder(folder).trials()
+    failed = [n for n, t in trials.items() if f"data.path={late}" in t.overrides]
+    assert sorted(trials) == list(range(6)) and failed
+    assert all(trials[n].status == "failed: data" for n in failed) and f"{len(failed)} of 6 trials" in out
+    assert {t.status for n, t in trials.items() if n not in failed} <= {"completed", "pruned"}
+
+    late.write_text(Path(good).read_text())
+    before = {n: t for n, t in trials.items() if n not in failed}
+    assert here("-m", *words) == 0
+    trials = SweepFolder(folder).trials()
+    assert {n: trials[n] for n in before} == before, "nothing is done twice"
+    results = json.loads((folder / "results.json").read_text())
+    summaries = {n: json.loads((folder / str(n) / "summary.json").read_text()) for n in range(6)}
+    completed = {n: summaries[n]["eval_loss"] for n, t in trials.items() if t.status == "completed"}
+    assert results["best"]["trial"] == min(completed, key=completed.get)
+    assert [row["memory"]["peak_memory_gib"] for row in results["trials"]] == [
+        summaries[n]["peak_memory_gib"] for n in range(6)
+    ]
+
+
+@pytest.mark.slow
+def test_a_trial_whose_plan_is_over_budget_takes_no_step(base_overrides, children, tmp_path, capfd):
+    folder = tmp_path / "s"
+    words = [*base_overrides, "train.max_steps=1", "memory.budget_gib=0.000001,4", f"output_dir={folder}"]
+    assert here("-m", *words) == 0
+    trials = SweepFolder(folder).trials()
+    assert [t.status for t in trials.values()] == ["does not fit", "completed"]
+    assert not (folder / "0").exists() and (folder / "1/summary.json").exists()
+    assert "memory.over_budget=refuse: by the plan" in capfd.readouterr().err

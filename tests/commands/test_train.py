@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from tests.program import here
-from tests.support import cli, metrics, train_here, write_jsonl
+from tests.support import REPO, cli, metrics, train_here, write_jsonl
 from trainer.commands import train
 from trainer.commands.train import _split
 from trainer.config import compose as composing
@@ -39,9 +41,11 @@ def test_flags_and_overrides_are_told_apart():
         (["--multirn"], "unknown flag --multirn (did you mean --multirun?)"),
         (["--foo", "--bar=3"], "unknown flag --foo"),
         # would compose another configuration than the one that was checked
-        (["--config-name", "x"], "unknown flag --config-name"),
-        (["--seed=1"], "--seed=1: settings have no dashes. Drop them: seed=1"),
-        (["--config-path=x"], "unknown flag --config-path"),
+        (["--config-name", "x"], "--config-name: a configuration of your own is a recipe"),
+        (["-seed=1"], "-seed=1: settings have no dashes. Drop them: seed=1"),
+        (["--seed"], "--seed: settings have no dashes. Drop them: seed=VALUE"),
+        (["--info", "recipe=quickstart"], "--info recipe=quickstart: about what? Allowed: all, config"),
+        (["--config-path=x"], "say recipe=NAME"),
         (["-m", "--cfg", "job"], "-m --cfg: only one of these"),
         (["--cfg"], "what to print? Allowed: job, hydra, all"),
         (["--cfg", "jobs"], "--cfg jobs: what to print?"),
@@ -326,3 +330,21 @@ def test_a_process_of_its_own_makes_the_same_run(seeded, base_overrides, tmp_pat
     done = cli(*base_overrides, "adapter.dropout=0.1", "seed=0", f"output_dir={tmp_path / 'other'}")
     assert done.returncode == 0, done.stderr
     assert record(tmp_path / "other") == mine
+
+
+@pytest.mark.slow
+def test_the_readmes_line_completes_words(tmp_path):
+    """The line as it stands there, in a bash; then what pressing tab calls."""
+    (line,) = [w for w in (REPO / "README.md").read_text().splitlines() if "-sc install=bash" in w]
+    program = tmp_path / "trainer"
+    program.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} {program}.py "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "trainer.py").write_text(
+        "import sys\nsys.argv[0] = sys.argv[0].removesuffix('.py')\n"
+        "sys.path.pop(0)\nfrom trainer.__main__ import main\nsys.exit(main())\n"
+    )
+    tab = "COMP_LINE='trainer recipe=quicks' COMP_POINT=21 COMP_CWORD=1; hydra_bash_completion; echo ${COMPREPLY[@]}"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
+    script = f"{line}\nexport COMP_LINE COMP_POINT\n{tab}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout.split() == ["recipe=quickstart"], done.stderr

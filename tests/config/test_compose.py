@@ -83,6 +83,8 @@ def test_every_option_composes_and_is_typed(row):
     """Into its own dataclass, each value of its YAML with its declared type."""
     words = [f"{group}={name}" for group, name in picks(row).items()]
     needed = {"data.path": "rows.jsonl", "data.max_length": "64"}
+    if picks(row)["model"] == "other":
+        needed["model.path"] = "a/b"
     if picks(row)["kernels"] != "torch":
         needed["adapter.fused"] = "false"
     run = compose([*words, *(f"{key}={value}" for key, value in needed.items())])

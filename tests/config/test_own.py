@@ -224,7 +224,13 @@ def test_the_trials_of_a_sweep_bring_the_same_along(nag, folder, monkeypatch):
     assert here(*flags, "-m", "optim=my_nag", "optim.momentum=0.5,0.9", "recipe=quickstart", "output_dir=out") == 2
     assert [words[:4] for words in started] == [["--config-dir", f"{folder}/conf", "--options", str(nag)]] * 2
     assert [own.bring_along(words) for words in started] == [
-        ["optim=my_nag", f"optim.momentum={m}", "recipe=quickstart", f"output_dir='out/{n}'"]
+        [
+            "optim=my_nag",
+            f"optim.momentum={m}",
+            "recipe=quickstart",
+            "memory.over_budget=refuse",
+            f"output_dir='out/{n}'",
+        ]
         for n, m in enumerate((0.5, 0.9))
     ]
 
@@ -248,3 +254,18 @@ def test_a_run_with_an_optimizer_of_the_users_own_and_its_resume(nag, folder):
     assert code == 2 and f"Add --options {nag}" in said and "Traceback" not in said
     code, said = trainer("resume", "run=R", "--options", str(nag))
     assert code == 0 and "nothing to do" in said
+
+
+def test_a_file_that_the_command_line_names_wins_over_the_recipe(folder):
+    """Hydra merges a recipe after the options; the quickstart's learning rate would stand in for the file's."""
+    (folder / "conf/optim").mkdir(parents=True, exist_ok=True)
+    (folder / "conf/optim/slow.yaml").write_text(
+        "defaults: [/schema/optim/adamw@_here_]\nlearning_rate: 7.0e-6\nweight_decay: 0.5\n"
+        "betas: [0.9, 0.95]\neps: 1.0e-8\n"
+    )
+    theirs = compose(["recipe=quickstart"]).config
+    config = compose(["recipe=quickstart", "optim=slow"]).config
+    assert theirs.optim.learning_rate == 3e-3 and config.optim.learning_rate == 7e-6
+    assert config.optim.weight_decay == 0.5 and config.train == theirs.train, "the recipe's other values stay"
+    assert compose(["recipe=quickstart", "optim=slow", "optim.learning_rate=1"]).config.optim.learning_rate == 1
+    assert compose(["recipe=quickstart", "optim=adamw"]).config.optim.learning_rate == 3e-3

@@ -67,6 +67,10 @@ EDGES = {
     "train.save_every": ([-1], [0, 1]),
     "train.keep_checkpoints": ([0, -1], [1]),
     "train.compare_prompts": ([-1], [0, 1]),
+    "search.trials": ([0, -1], [1]),
+    "search.parallel": ([0, -1], [1]),
+    "search.random_trials": ([0, -1], [1]),
+    "search.prune_after": ([0, -1], [1, None]),
 }
 
 TOO_MANY = {"adapter.r": 65536, "train.epochs": 10_000, "train.max_steps": 2**31 - 1, "data.max_length": 2**24}

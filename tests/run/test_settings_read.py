@@ -21,6 +21,8 @@ from trainer.registry import to_plain
 ROOT = Path(command.__file__).parents[1]
 ONLY_LOOKS = ("config", "registry.py", "run/screen_tables.py", "data/tokens/audit.py")
 """Parts of trainer/ that check, save, compare or show settings: a read there changes nothing that a run does."""
+SWEEPS = "trainer.tracking.search"
+"""Settings of sweeps: read where the trials are made, which tests/commands/test_sweep.py and test_study.py have."""
 HYDRAS = {"recipe", "output_dir"}
 """Read where Hydra makes the folder: hydra.run.dir is ${output_dir}, which holds ${recipe}; tests/config has that."""
 
@@ -83,6 +85,7 @@ def rows(tmp_path_factory) -> Path:
 def declared() -> set[tuple[str, str]]:
     """(dataclass, field) of every option and of the root."""
     classes = {Config} | {schema_of(group, name) for group in (*SECTIONS, "train") for name in options(group)}
+    classes = {cls for cls in classes if cls.__module__ != SWEEPS}
     sections = {*SECTIONS, "train"}
     return {(c.__qualname__, f.name) for c in classes for f in fields(c) if not (c is Config and f.name in sections)}
 

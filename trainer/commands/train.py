@@ -16,11 +16,12 @@ from omegaconf import DictConfig
 from trainer.commands.report_error import report
 from trainer.commands.sweep import run_sweep
 from trainer.config.compose import Planned, plan, quoted, register_names, started_from
+from trainer.config.rules import missing_paths
 from trainer.config.schema import Config
-from trainer.config.shelf import CONF
+from trainer.config.shelf import CONF, GROUPS
 from trainer.config.types import fields_of
 from trainer.device.find import check_device
-from trainer.errors import ConfigError, StorageError, TrainerError, closest, listing
+from trainer.errors import ConfigError, DataError, StorageError, TrainerError, closest, listing
 from trainer.libraries import loading
 from trainer.tracking.run_folder import check_usable
 from trainer.training.engine import Engine
@@ -33,6 +34,13 @@ HYDRA_FLAGS = ("--hydra-help", "--shell-completion", "-sc")
 RUN_FLAGS = ("--run", "-r")
 VALUE_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")
 """Take the next word."""
+INFO_VALUES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+ELSEWHERE = dict.fromkeys(
+    ("--config-name", "-cn", "--config-path", "-cp"),
+    "a configuration of your own is a recipe: put it into ./recipes/NAME.yaml and say recipe=NAME. Options of your own "
+    "lie in --config-dir DIR, as DIR/<group>/<name>.yaml",
+)
+"""Flags of Hydra whose work another word does here."""
 MODE_FLAGS = (*SWEEP_FLAGS, *RUN_FLAGS, "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 """Of these Hydra takes one."""
 CFG_VALUES = ("job", "hydra", "all")
@@ -64,6 +72,9 @@ def run(words: list[str]) -> int:
         return 0
     planned = plan(overrides, multirun=any(flag in SWEEP_FLAGS for flag in flags))
     try:
+        missing = missing_paths(planned.run.config)
+        if len(missing) > 1:  # one is told by the stage that looks for it
+            raise DataError(listing(missing))
         check_processes(planned.run.config.engine)
         check_device(planned.run.config.device)
         if note is not None:
@@ -158,8 +169,14 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             continue
         name, equals, _ = word.partition("=")
         key = word.lstrip("-")
-        if name not in FLAGS and key.partition("=")[0].partition(".")[0] in fields_of(Config):
+        setting = key.partition("=")[0].partition(".")[0] in {*fields_of(Config), *GROUPS}
+        if name not in FLAGS and setting and equals and word.startswith("--"):
+            overrides.append(key)  # as `wandb agent` writes them
+            continue
+        if name not in FLAGS and setting:
             unknown.append(f"{word}: settings have no dashes. Drop them: {key if equals else f'{key}=VALUE'}")
+        elif name in ELSEWHERE:
+            unknown.append(f"{name}: {ELSEWHERE[name]}")
         elif name not in FLAGS:
             unknown.append(f"unknown flag {name}{closest(name, FLAGS)}. Allowed: {', '.join(FLAGS)}")
         flags.append(word)
@@ -173,6 +190,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     if "--resolve" in flags and not modes:
         raise ConfigError("--resolve: goes with --cfg job")
     for flag, value in zip(flags, [*flags[1:], ""], strict=False):
+        if flag in ("--info", "-i") and value not in INFO_VALUES:
+            raise ConfigError(f"{flag} {value}: about what? Allowed: {', '.join(INFO_VALUES)}")
         if flag in ("--cfg", "-c") and value not in CFG_VALUES:
             raise ConfigError(f"{flag} {value}: what to print? Allowed: {', '.join(CFG_VALUES)}")
     return flags, overrides

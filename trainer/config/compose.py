@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,24 +15,34 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.check import check, files_of, for_hydra, parse, problems_in, without_null_picks
-from trainer.config.rules import broken_rules
+from trainer.config.rules import broken_rules, missing_paths
 from trainer.config.saved import Run, differences
 from trainer.config.schema import Config
 from trainer.config.shelf import CONF, GROUPS, options
+from trainer.config.space import Space, choices_of, corners, space_of
 from trainer.config.types import fields_of, in_short
 from trainer.config.written import Written
-from trainer.errors import ConfigError, listing
+from trainer.errors import ConfigError, closest, listing
 from trainer.registry import OPTIONS
 from trainer.training.train_settings import Train
 
 QUICKSTART = "quickstart"
+PLUGINS = {
+    "joblib": "hydra-joblib-launcher",
+    "ray": "hydra-ray-launcher",
+    "ray_aws": "hydra-ray-launcher",
+    "rq": "hydra-rq-launcher",
+    "ax": "hydra-ax-sweeper",
+    "nevergrad": "hydra-nevergrad-sweeper",
+}
+"""Hydra's own launchers and sweepers that do not come with the trainer, and their packages."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,11 @@ class Planned:
     words: list[str]
     """the overrides as Hydra takes them"""
     trials: list[list[str]] | None
-    """in a sweep the overrides of each trial"""
+    """in a sweep the overrides of each trial; of one that draws its values, of trials with each value once"""
+    space: Space | None
+    """in a sweep that draws its values, where from"""
+    num_trials: int
+    """1 where it is no sweep"""
     asks_hydra: bool
     """whether the words say something to Hydra itself, beyond where the run goes"""
 
@@ -108,7 +123,7 @@ def plan(words: list[str], multirun: bool = False) -> Planned:
     overrides = without_null_picks(parse(words))
     if not (multirun or any(o.key_or_group == "sweep" for o in overrides)):
         check(overrides)
-    typed = expand(overrides)
+    typed = corners(overrides)
     _check_each(typed)
     hydra_words = [o.input_line for o in overrides if o.is_hydra_override()]
     with composing([*typed[0], *hydra_words]) as composed:
@@ -119,11 +134,22 @@ def plan(words: list[str], multirun: bool = False) -> Planned:
     asks_hydra = any(o.is_hydra_override() and o.key_or_group != "hydra.run.dir" for o in overrides)
     if not sweeping:
         _check_rules([run.config])
-        return Planned(run, folder, for_hydra(overrides), None, asks_hydra)
-    trials = expand([*parse([f"{key}={values}" for key, values in params.items()]), *overrides])
+        searching = [o.input_line for o in overrides if o.key_or_group.partition(".")[0] == "search"]
+        if searching:
+            raise ConfigError(f"{' '.join(searching)}: is of sweeps only: add -m or sweep=NAME, or leave it out")
+        return Planned(run, folder, for_hydra(overrides), None, None, 1, asks_hydra)
+    swept = [*parse([f"{key}={values}" for key, values in params.items()]), *overrides]
+    search, space = run.config.search, None
+    if search.draws:
+        trials, space = corners(swept), space_of(swept)
+        if not space:
+            raise ConfigError("search=optuna: nothing is varied. Give values with commas or an interval to some key")
+    else:
+        trials = expand(swept)
     _check_each(trials)
     _check_rules(configs(trials))
-    return Planned(run, folder, for_hydra(overrides), trials, asks_hydra)
+    num_trials = search.trials if search.draws else len(trials)
+    return Planned(run, folder, for_hydra(overrides), trials, space, num_trials, asks_hydra)
 
 
 def expand(overrides: list[Override]) -> list[list[str]]:
@@ -134,23 +160,10 @@ def expand(overrides: list[Override]) -> list[list[str]]:
             continue
         key = override.get_key_element()
         if override.is_sweep_override():
-            by_key[key] = [f"{key}={value}" for value in _swept(override)]
+            by_key[key] = [f"{key}={value}" for value in choices_of(override)]
         else:
             by_key[key] = [override.input_line]
     return [list(trial) for trial in product(*by_key.values())]
-
-
-def _swept(override: Override) -> list[str]:
-    """The values of a sweep over one key. Raises ConfigError where there are none, or none that can be counted."""
-    key, values = override.key_or_group, []
-    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        values = override.value().filter(options(key)) if key in GROUPS else []
-    elif override.is_discrete_sweep():
-        values = list(override.sweep_string_iterator())
-    if not values:
-        known = f" Options: {', '.join(options(key))}" if key in GROUPS else ""
-        raise ConfigError(f"{override.input_line}: no values to try. Give them one by one: {key}=a,b,c.{known}")
-    return values
 
 
 def _check_each(trials: list[list[str]]) -> None:
@@ -168,6 +181,8 @@ def _check_rules(configs: Iterable[Config], trains: bool = True) -> None:
         for problem in broken_rules(config, trains):
             broken.setdefault(problem, []).append(str(count - 1))
     problems = [p if len(n) == count else f"{p} (trial {', '.join(n)})" for p, n in broken.items()]
+    if problems and trains:
+        problems += missing_paths(config)  # with one look at the screen all can be mended
     if problems:
         raise ConfigError(listing(problems))
 
@@ -213,11 +228,27 @@ def composing(words: list[str]) -> Iterator[DictConfig]:
             register(files_of(overrides))
             yield _composed(for_hydra(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(in_short(error)) from error
+        raise ConfigError(in_short(error) + _not_installed(error)) from error
     except RecursionError:
         raise ConfigError("a value is nested too deeply to be read") from None
     finally:
         GlobalHydra.instance().hydra = saved
+
+
+def _not_installed(error: BaseException) -> str:
+    """What to install where a plugin of Hydra is asked for that is not there, and which are."""
+    missing = re.search(r"'hydra/(launcher|sweeper)/(\w+)'", str(error))
+    if missing is None:
+        return ""
+    kind, name = missing.groups()
+    there = [name.removesuffix(".yaml") for name in ConfigStore.instance().list(f"hydra/{kind}")]
+    if (kind, name) == ("sweeper", "optuna"):
+        fix = "is search=optuna here"
+    elif name in PLUGINS:
+        fix = f"comes with: pip install {PLUGINS[name]}"
+    else:
+        fix = f"is not installed{closest(name, there)}"
+    return f": {name} {fix}. Installed: {', '.join(there)}"
 
 
 def _composed(words: list[str]) -> DictConfig:

@@ -20,8 +20,9 @@ from trainer.model.model_settings import Model
 from trainer.model.offload.offloads import Offload
 from trainer.model.precision import Precision
 from trainer.model.quant import Quant
-from trainer.ranges import Range
+from trainer.ranges import numbers
 from trainer.tracking import tensorboard, wandb  # noqa: F401  (their options)
+from trainer.tracking.search import Search
 from trainer.tracking.trackers import Track
 from trainer.training.engine import Engine
 from trainer.training.losses import Loss
@@ -36,7 +37,7 @@ class Config:
 
     recipe: str
     """name of the recipe, or custom"""
-    seed: Annotated[int, Range(lambda v: 0 <= v < 2**32, "must be from 0 to 4294967295")]
+    seed: Annotated[int, numbers("must be from 0 to 4294967295", minimum=0, exclusiveMaximum=2**32)]
     """drives the adapter's initial weights, dropout, data order and the held-out split"""
     device: Device
     """auto: a GPU if there is one"""
@@ -59,6 +60,7 @@ class Config:
     engine: Engine
     track: Track
     memory: MemoryOptions
+    search: Search
     train: Train
 
 
@@ -78,5 +80,6 @@ SECTIONS: dict[str, type] = {
     "engine": Engine,
     "track": Track,
     "memory": MemoryOptions,
+    "search": Search,
 }
 """Sections whose option is picked by name; `train` is the one section without options."""

@@ -57,6 +57,9 @@ def unknown_option(group: str, choice: Any) -> str:
     """What is wrong with a pick that is none of the options."""
     known, name = options(group), shown(choice)
     said = f"{group}={name}"
+    if name.endswith((".yaml", ".yml")):
+        stem, place = Path(name).stem, "./recipes" if group == "recipe" else f"./conf/{group}"
+        return f"{said}: is picked by its name: {group}={stem}, for the file {place}/{stem}.yaml"
     there = own_options(group).get(name) if group != "recipe" else None
     if there is not None:
         return f"{there.file}:1: {said}: names no schema: {write_schema(group)}"
@@ -82,6 +85,11 @@ def own_option(group: str, choice: str) -> ConfigFile | None:
     if choice in _packaged(group):
         raise ConfigError(f"{option.file}: {group}={choice} comes with the trainer. Give this file another name")
     return option
+
+
+def sweep_file(name: str) -> ConfigFile:
+    """The YAML of a sweep, packaged or the user's own."""
+    return own_option("sweep", name) or ConfigFile(name, CONF / "sweep" / f"{name}.yaml")
 
 
 def _packaged(group: str) -> list[str]:

@@ -7,6 +7,7 @@ nothing of Hydra's but the values of a sweep.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,16 @@ from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from trainer.config.config_file import ConfigFile
 from trainer.config.keys import Keys
 from trainer.config.schema import SECTIONS
-from trainer.config.shelf import GROUPS, default_choices, options, own_option, recipes, schema_of, unknown_option
+from trainer.config.shelf import (
+    GROUPS,
+    default_choices,
+    options,
+    own_option,
+    recipes,
+    schema_of,
+    sweep_file,
+    unknown_option,
+)
 from trainer.config.types import shown
 from trainer.errors import ConfigError, closest
 
@@ -51,6 +61,10 @@ def written(picks: dict[str, str | None]) -> Written:
     choices: dict[str, str | None] = {**found.choices, "sweep": None}
     for part, tree in found.recipes:
         found.problems += _take_defaults(part, tree, choices)
+    if (sweep := picks.get("sweep", choices["sweep"])) is not None:
+        with suppress(ConfigError):  # said below, with the others
+            file = sweep_file(sweep)
+            found.problems += _take_defaults(file, file.tree(), choices)
     choices |= {group: choice for group, choice in picks.items() if group in choices}
     for group, choice in choices.items():
         try:
@@ -62,7 +76,21 @@ def written(picks: dict[str, str | None]) -> Written:
                 found.own.append((group, own, own.tree()))
         except ConfigError as error:
             found.problems.append(str(error))
+    for group, _, tree in found.own:
+        if picks.get(group) is not None:
+            _give_way(found.recipes, group, tree)
     return found
+
+
+def _give_way(recipes: list[tuple[ConfigFile, dict[str, Any]]], group: str, own: dict[str, Any]) -> None:
+    """A user's own option that the command line picks wins over what the recipes say of its keys.
+
+    Hydra merges a recipe after the options, also where it names none of them: `optim=mine` with a recipe's learning
+    rate would train with neither the file's nor anything that the user wrote.
+    """
+    for _, tree in recipes:
+        if isinstance(tree.get(group), dict):
+            tree[group] = {key: value for key, value in tree[group].items() if key not in own}
 
 
 def problems_of(found: Written, keys: Keys) -> Iterator[str]:

@@ -44,9 +44,18 @@ def sentence(policy: Checkpointing, depth: int) -> str:
     return ", ".join([*parts, *["their inputs in host memory"] * policy.moves_inputs])
 
 
+class DoesNotFitError(ConfigError):
+    """Not even the smallest micro-batch is within the budget."""
+
+
+def budget_of(planner: Planner, budget_gib: float | None) -> int:
+    """Bytes that a run may take on its device."""
+    return round(budget_gib * GIB) if budget_gib is not None else free_bytes(planner.device_type)
+
+
 def fit(planner: Planner, budget_gib: float | None) -> Fit:
     """The fastest policy within the budget. Raises ConfigError where even the smallest micro-batch does not fit."""
-    budget = round(budget_gib * GIB) if budget_gib is not None else free_bytes(planner.device_type)
+    budget = budget_of(planner, budget_gib)
     depth, train = planner.depth, planner.config.train
 
     def fits(policy: Checkpointing, tokens: int | None = None) -> bool:
@@ -83,7 +92,7 @@ def fit(planner: Planner, budget_gib: float | None) -> Fit:
         factor *= 2
     prediction = planner.predict(least_of_all[-1], longest_sample if planner.shape.packed else None)
     least = planner.needed(prediction)
-    raise ConfigError(
+    raise DoesNotFitError(
         f"memory.budget_gib={budget / GIB:.2f}: with every block recomputed and one sample of {longest_sample} tokens "
         f"a micro-batch, {least / GIB:.2f} GiB are needed, in {prediction.highest.name}; the least that works is "
         f"{least / GIB + 0.01:.2f}. Lower "

@@ -16,6 +16,11 @@ class Probe(Enum):
     never = "never"
 
 
+class OverBudget(Enum):
+    run = "run"
+    refuse = "refuse"
+
+
 class OnOom(Enum):
     retreat = "retreat"
     fail = "fail"
@@ -30,6 +35,9 @@ class MemoryOptions(Section):
     """GiB that the run may take on its device; null: what is free there"""
     probe: Probe
     """run the largest micro-batch and evaluation first: auto on a GPU, always, or never"""
+    over_budget: OverBudget
+    """a run whose plan needs more than the budget: run it all the same, or refuse it (exit code 7) before any weight is
+    read, as the trials of a sweep are"""
     on_oom: OnOom
     """where memory runs out in training: retreat to less of it and make the step again, or fail (exit code 7)"""
     snapshot: Annotated[int, NOT_NEGATIVE]

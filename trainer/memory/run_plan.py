@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,9 @@ import numpy as np
 
 from trainer.data.batches.loader import fullest
 from trainer.data.tokens.tokenize import opening_places
-from trainer.errors import PlanError
-from trainer.memory.fit import Fit, fit
+from trainer.errors import OutOfMemoryError, PlanError
+from trainer.memory.fit import DoesNotFitError, Fit, budget_of, fit
+from trainer.memory.memory_settings import MemoryOptions, OverBudget
 from trainer.memory.predict.beside_steps import HeldOut
 from trainer.memory.predict.moments import Prediction
 from trainer.memory.predict.planner import Planner
@@ -18,6 +20,7 @@ from trainer.memory.predict.profile import Shape
 from trainer.memory.predict.speed import recomputed_share
 from trainer.model.checkpointing import Checkpointing
 from trainer.training.train_settings import ANSWER_TOKENS
+from trainer.units import GIB
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,6 +96,24 @@ def plan_run(
         if ladder is not None:
             planner = planner.changed(checkpointing=ladder[-1])
         return RunMemory(planner, None, planner.policy, config.train, None, str(error))
+
+
+def within_budget(memory: MemoryOptions, make: Callable[[], RunMemory]) -> RunMemory:
+    """The plan. Raises OutOfMemoryError where it needs more than the budget and such a run is to be refused."""
+    if memory.over_budget is not OverBudget.refuse:
+        return make()
+    try:
+        plan = make()
+    except DoesNotFitError as error:
+        raise OutOfMemoryError(f"memory.over_budget=refuse: {error}") from None
+    if plan.prediction is not None:
+        needed, budget = plan.planner.needed(plan.prediction), budget_of(plan.planner, memory.budget_gib)
+        if needed > budget:
+            raise OutOfMemoryError(
+                f"memory.over_budget=refuse: by the plan {needed / GIB:.2f} GiB are needed, in "
+                f"{plan.prediction.highest.name}, and there are {budget / GIB:.2f}. `trainer plan` shows the ways out."
+            )
+    return plan
 
 
 def largest_micro_batch(steps: TrainingSteps | StreamedSteps) -> Shape:

@@ -25,7 +25,7 @@ FREE_KEYS = ("recipe", "output_dir", "debug", "track", "train.resume", "train.lo
 FREE_KEYS += ("train.keep_checkpoints", "train.compare_prompts", "data.cache_dir", "data.workers")
 FREE_KEYS += ("train.report", "train.samples", "train.model_card")
 FREE_KEYS += ("model.trust_remote_code", "model.quantized_cache")
-FREE_KEYS += ("memory.probe", "memory.on_oom", "memory.snapshot", "memory.stats")
+FREE_KEYS += ("search", "memory.over_budget", "memory.probe", "memory.on_oom", "memory.snapshot", "memory.stats")
 """Settings that may differ between a run and its continuation: none of them changes a weight."""
 
 

@@ -22,7 +22,7 @@ from trainer.data.tokens.row_stream import RowStream, StreamWindow
 from trainer.data.tokens.tokenize import Counts, Tokens
 from trainer.device.find import find_device
 from trainer.errors import ModelError
-from trainer.memory.run_plan import RunMemory, plan_run
+from trainer.memory.run_plan import RunMemory, plan_run, within_budget
 from trainer.model.families import rotary_boundary
 from trainer.model.fused.tiles import check_tiles
 from trainer.model.loading.architecture import skeleton
@@ -100,7 +100,9 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
 
     def plan_of(steps: TrainingSteps | None) -> RunMemory:
         with clock.stage("plan"):
-            return plan_run(config, model_config, dtypes, steps, held_out, packing)
+            return within_budget(
+                config.memory, lambda: plan_run(config, model_config, dtypes, steps, held_out, packing)
+            )
 
     steps: TrainingSteps | StreamedSteps
     if train_set is not None:

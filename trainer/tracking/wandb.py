@@ -234,7 +234,7 @@ class WandBTracker:
                 name=options.name or (f"{sweep}-{self._run_dir.name}" if trial else self._run_dir.name),
                 tags=options.tags or None,
                 notes=options.notes,
-                id=run_id,
+                id=_agents_id() or run_id,
                 entity=options.entity,
                 resume=None if self.offline else "allow",
                 dir=str(self._run_dir),
@@ -306,6 +306,11 @@ class WandBTracker:
             act()
         except Exception as error:
             self.trouble = _in_short(error)
+
+
+def _agents_id() -> str | None:
+    """The id that a sweep's agent gave this run; by another one the sweep would never see it end."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def _in_short(error: BaseException) -> str:
