@@ -135,9 +135,19 @@ def found_first(folder, words, bad) -> tuple[float, float]:
 
 def test_planted_rows_come_first(tmp_path):
     words, bad = planted(tmp_path, good=44, bad=4, held_out=6)
-    words += ["train.epochs=8", "train.accumulation_steps=1", "quant=none"]
+    words += ["train.epochs=4", "train.accumulation_steps=1", "train.micro_batch_tokens=512", "quant=none"]
     by_effect, by_norm = found_first(tmp_path / "run", words, bad)
     assert by_effect >= 0.75 and by_norm == 1.0
+
+
+@pytest.mark.slow
+def test_a_step_of_a_stream_is_remade_to_the_last_bit(base_overrides, chats, tmp_path):
+    words = ["data.streaming=true", "data.streaming_window=4", "train.max_steps=6", "train.save_every=4"]
+    train_here([*base_overrides, *words, f"data.eval_path={chats}", "adapter.dropout=0.1"], tmp_path)
+    for step in (3, 6):
+        replayed = replay(load_run(tmp_path), tmp_path, step, step, Screen())
+        assert replayed.differs == [] and len(replayed.checked) == 2
+        assert all(row.place.startswith(f"{chats}:") for row in replayed.rows)
 
 
 @pytest.mark.slow

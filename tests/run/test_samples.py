@@ -42,7 +42,11 @@ def test_prompts_are_answered_at_evaluations_and_change_no_weight(words, chats, 
     head = yaml.safe_load(card.split("---\n")[1])
     assert head == {"library_name": "peft", "tags": ["trainer", "lora", "none"]}, "its base is no hub id"
     final = metrics(tmp_path / "asked")[-1]["loss"]
-    assert f"| training loss | {final:.6g} |" in card and "| optimizer steps | 4 |" in card
+    assert (
+        f"| training loss | {final:.6g} |" in card
+        and "| optimizer steps | 4 |" in card
+        and "| trained parameters | " in card
+    )
     assert chats.name in card and str(chats.parent) not in card and str(tmp_path) not in card
 
 

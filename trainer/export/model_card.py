@@ -44,7 +44,7 @@ def model_card(run: Run, manifest: dict[str, Any], summary: dict[str, Any], resu
         f"Fine-tuned from {_code(base)} ({run.choices['adapter']} on {run.choices['quant']}), seed {config.seed}.\n",
         f"Data: {', '.join(map(_code, sources))}; sha256 of its tokens {_code(str(manifest.get('data_hash')))}.\n",
         "| figure | value |\n|---|---|",
-        *(f"| {words} | {value:.6g} |" for words, value in figures),
+        *(f"| {words} | {value:{',' if isinstance(value, int) else '.6g'}} |" for words, value in figures),
         "\n## Versions\n",
         *(f"- {name} {version}" for name, version in manifest.get("versions", {}).items()),
         "\n## Settings\n",

@@ -118,11 +118,14 @@ def _facts(record: RunRecord) -> Table:
         "first_eval_loss": "held-out loss before",
         "eval_loss": "held-out loss after",
         "tokens_per_second": "tokens a second",
-        "peak_memory_gib": "peak memory, GiB",
+        "tensor_peak_gib": "peak of tensors, GiB",
         "predicted_peak_memory_gib": "planned, GiB",
         "trainable_parameters": "trained parameters",
         "wall_seconds": "seconds",
     }
+    peak, libraries = summary.get("peak_memory_gib"), summary.get("library_workspace_gib")
+    if is_number(peak) and is_number(libraries):  # a plan predicts tensors alone
+        summary = {**summary, "tensor_peak_gib": max(0.0, peak - libraries)}
     return [(words, summary.get(name)) for name, words in names.items()]
 
 
@@ -172,7 +175,7 @@ def _data(data: dict[str, Any]) -> Table:
     sources = [*(data.get("sources") or []), data.get("evaluation_file")]
     for source in filter(lambda found: isinstance(found, dict), sources):
         rows += [
-            (source.get("name") or "source", f"{source.get('path')} ({source.get('format')})"),
+            ("source", f"{source.get('path')} ({source.get('format')})"),
             ("rows", f"{_shown(source.get('rows'))}, used {_shown(source.get('used'))}"),
             ("samples", f"{_shown(source.get('samples'))}, {_shown(source.get('tokens'))} tokens, "
                         f"{_percent(source.get('target_share'))} trained on"),
