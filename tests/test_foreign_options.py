@@ -154,6 +154,7 @@ RUN = [
     "train.log_every=1",
     "train.save_every=1",
     "train.compare_prompts=0",
+    "train.report=false",
     "data.eval_fraction=0",
     "schedule=constant",
 ]

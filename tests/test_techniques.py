@@ -16,6 +16,7 @@ RUN = [
     "train.save_every=1",
     "train.log_every=1",
     "train.compare_prompts=0",
+    "train.report=false",
     "data.eval_fraction=0",
     "schedule=constant",
 ]

@@ -127,6 +127,7 @@ def trial_of(family: Family, base: Path) -> Trial:
         "train.accumulation_steps=1",
         "train.max_steps=3",
         "train.save_every=0",
+        "train.report=false",
     ]
     return Trial(family, folder, base / "run", overrides, train_here(overrides, base / "run"))
 

@@ -93,7 +93,7 @@ def declared() -> set[tuple[str, str]]:
 def jobs(model: list[str], rows: Path) -> list[list[str]]:
     """Runs of a step or two that together pick every option a CPU can run, and settings that depend on others."""
     base = "device=cpu data.max_length=128 train.micro_batch_tokens=128 train.max_steps=2 train.save_every=0 "
-    base += f"data.eval_fraction=0.25 data.path={rows}"
+    base += f"train.report=false data.eval_fraction=0.25 data.path={rows}"
     mixture = f"data.sources=[{{path: '{rows}', name: a, weight: 2}}, {{path: '{rows}', name: b}}]"
     local, random = [*base.split(), *model], [*base.split(), "model.weights=random"]
     few_layers = "model.architecture.num_hidden_layers=2"

@@ -13,6 +13,7 @@ from trainer.data.tokens.counts import asked_as
 from trainer.errors import DataError
 from trainer.export.answering import answer_many, tidied
 from trainer.export.result import stop_tokens
+from trainer.redact import redacted
 from trainer.run.build import Ready
 from trainer.run.prepare import Prepared
 from trainer.training.train_settings import ANSWER_TOKENS
@@ -47,7 +48,7 @@ class Sampler:
         dtypes = self._prepared.dtypes
         texts = answer_many(ready.loop.model, self._encoder, self._ids, self._ends, ANSWER_TOKENS, dtypes)
         asked = zip(self.prompts, self._asked, texts, strict=True)
-        return [{"prompt": prompt, "answer": tidied(form, text)} for prompt, form, text in asked]
+        return [{"prompt": prompt, "answer": redacted(tidied(form, text))} for prompt, form, text in asked]
 
 
 def asking(run: Run, sampler: Sampler | None, ready: Ready) -> Callable[[], Answers] | None:

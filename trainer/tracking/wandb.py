@@ -1,7 +1,7 @@
 """Weights & Biases: the rows of metrics.jsonl on axes of steps and tokens. Its trouble is never the run's.
 
-What is sent is named: the configuration's own keys, the identity in IDENTITY, metrics, the summary in SUMMARY. Not
-the command line, the environment, the code or the git remote.
+What is sent is named: the configuration's own keys, the identity in IDENTITY, metrics, the summary in SUMMARY; the
+adapter and answers where that is asked for. Not the command line, the environment, the code or the git remote.
 """
 
 from __future__ import annotations
