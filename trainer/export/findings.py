@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -103,11 +104,11 @@ def _spikes(train: list[dict[str, Any]], norms: dict[int, float]) -> Iterator[Fi
             yield Finding(
                 "spike", f"the loss of {where} is {losses[i]:.4g} where {usual:.4g} was usual before it", (worst,)
             )
-    known = sorted(norms)
+    known = sorted(step for step, norm in norms.items() if isfinite(norm))
     values = np.array([norms[step] for step in known])
     for i in range(4, len(values)):
         usual, _ = _usual(values[max(0, i - BEFORE) : i])
-        if np.isfinite(values[i]) and values[i] > NORM_TIMES * usual and values[i] > 1.5 * values[i - 4 : i].max():
+        if values[i] > NORM_TIMES * usual and values[i] > 1.5 * values[i - 4 : i].max():
             text = f"the gradient norm of step {known[i]} is {values[i]:.4g} where {usual:.4g} was usual before it"
             yield Finding("spike", text, (known[i],))
 
