@@ -33,7 +33,7 @@ def test_prompts_are_answered_at_evaluations_and_change_no_weight(words, chats, 
     train_here(words, tmp_path / "silent")
     adapters = [(tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("asked", "silent")]
     assert adapters[0] == adapters[1]
-    assert not (tmp_path / "silent/adapter/README.md").exists()
+    assert not (tmp_path / "silent/adapter/README.md").exists() and not (tmp_path / "silent/report.html").exists()
 
     tables = list((tmp_path / "asked").glob("wandb/*/files/media/table/*.json"))
     assert any(PROMPTS[0] in file.read_text() for file in tables)

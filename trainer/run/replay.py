@@ -8,13 +8,14 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trainer.config.saved import Run
 from trainer.data.batches.loader import Samples
-from trainer.data.tokens.token_sets import Tokens
+from trainer.data.tokens.token_sets import Tokens, TokenSet
 from trainer.data.tokens.tokenize import opening
 from trainer.device.measure import Memory
 from trainer.errors import ConfigError, StorageError
@@ -32,6 +33,9 @@ from trainer.training.deterministic import deterministic_kernels
 from trainer.training.influence import Influence, influences
 from trainer.training.loop import train
 from trainer.training.state import State, Window, rng_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHOWN = 60
 """Characters of a row's question, and of its answer."""
@@ -136,12 +140,16 @@ class _Pilot:
         found = iter(influences(ready.loop, step, samples, held_out))
         for tokens, indices in samples:
             for index in indices:
-                place, begins = told(tokens, int(index))
+                place, begins = told(tokens, int(index), ready.prepared.tokenizer)
                 self.replayed.rows.append(RankedRow(place, begins, next(found)))
 
 
-def told(tokens: Tokens, index: int) -> tuple[str, str]:
+def told(tokens: Tokens, index: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Where a sample stands, and how it begins."""
+    if isinstance(tokens, TokenSet) and not len(tokens.sources):  # a stream keeps tokens alone
+        ids, is_target = tokens.sample(index)
+        parts = (tokenizer.decode(ids[mask], skip_special_tokens=True) for mask in (~is_target, is_target))
+        return tokens.place(index), " → ".join(map(_short, parts))
     sample = tokens.source(index)
     asked = opening(sample)
     if asked is None:

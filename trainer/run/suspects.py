@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.config.saved import Run
 from trainer.data.chat.templates import dress
 from trainer.data.tokens.gather import read_data
-from trainer.data.tokens.token_sets import Tokens
 from trainer.export.findings import Finding, findings
 from trainer.export.report.run_record import RunRecord
 from trainer.model.loading.base import load_tokenizer
@@ -41,20 +41,17 @@ def suspicions(run: Run, folder: Path) -> tuple[list[Suspicion], str | None]:
     if run.config.data.streaming:
         why = "rows of a stream are not named here: trainer replay run=DIR step=N reads them again"
         return [Suspicion(finding) for finding in found], why
-    tokens = _training_set(run, folder, record)
+    tokenizer = load_tokenizer(run.config.model)
+    dress(tokenizer, run.config.data.chat_template, run.config.model.new_tokens)
+    data = replace(run.config.data, today=Beginning(folder, manifest=record.manifest or None).day(run.config.data))
+    tokens = read_data(data, run.config.seed, tokenizer).train_set
     if tokens.content_hash() != record.manifest.get("data_hash"):
         return [Suspicion(finding) for finding in found], "the data has changed since the run: no rows are named"
     bad = {step for finding in found for step in finding.steps}
     order = _likeliest(flights, bad)
-    return [_suspicion(finding, flights, order, tokens) for finding in found], None
-
-
-def _training_set(run: Run, folder: Path, record: RunRecord) -> Tokens:
-    config, beginning = run.config, Beginning(folder, manifest=record.manifest or None)
-    tokenizer = load_tokenizer(config.model)
-    dress(tokenizer, config.data.chat_template, config.model.new_tokens)
-    data = replace(config.data, today=beginning.day(config.data))
-    return read_data(data, config.seed, tokenizer).train_set
+    return [
+        _suspicion(finding, flights, order, lambda index: told(tokens, index, tokenizer)) for finding in found
+    ], None
 
 
 def _likeliest(flights: Flights, bad: set[int]) -> dict[int, float]:
@@ -69,7 +66,9 @@ def _likeliest(flights: Flights, bad: set[int]) -> dict[int, float]:
     return {index: count / seen[index] + count / 1000 for index, count in wrong.items()}
 
 
-def _suspicion(finding: Finding, flights: Flights, order: dict[int, float], tokens: Tokens) -> Suspicion:
+def _suspicion(
+    finding: Finding, flights: Flights, order: dict[int, float], tell: Callable[[int], tuple[str, str]]
+) -> Suspicion:
     parts = [part for step in finding.steps if step in flights for part in flights[step].samples]
     indices = sorted({index for part in parts for index in part.tolist()}, key=lambda index: -order[index])
-    return Suspicion(finding, [told(tokens, index) for index in indices[:LISTED]], len(indices))
+    return Suspicion(finding, [tell(index) for index in indices[:LISTED]], len(indices))

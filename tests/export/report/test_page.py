@@ -185,8 +185,6 @@ def test_a_run_writes_it_names_it_and_survives_its_failure(base_overrides, tmp_p
     monkeypatch.setattr(page_module, "write_report", fails)
     summary = train_here(words, tmp_path / "other")
     assert summary["status"] == "completed" and "no report.html: no fonts" in capsys.readouterr().out
-    train_here([*words, "train.report=false"], tmp_path / "without")
-    assert not (tmp_path / "without/report.html").exists()
 
 
 @pytest.mark.parametrize("words", [["report"], ["report", "run=nowhere"]])
