@@ -30,14 +30,15 @@ SMALL = [
 ]  # fmt: skip
 LARGE = [*SMALL, f"{A}hidden_size=1024", f"{A}intermediate_size=2816", f"{A}num_attention_heads=16",
          f"{A}vocab_size=16384", "train.accumulation_steps=1"]  # fmt: skip
-GROUPS = ("quant", "adapter", "checkpointing", "precision", "optim", "loss", "packing", "offload")
+GROUPS = ("quant", "adapter", "checkpointing", "precision", "optim", "loss", "packing", "offload", "kernels", "schedule",
+          "track", "engine")  # fmt: skip
 WITH = {
     ("adapter", "none"): ["quant=none"],
     ("offload", "activations"): ["checkpointing=full"],
     ("checkpointing", "auto"): ["memory.budget_gib=1"],
 }
 """What an option needs beside it."""
-ELSEWHERE = {("loss", "liger"), ("loss", "cut_cross_entropy")}
+ELSEWHERE = {("loss", "liger"), ("loss", "cut_cross_entropy"), ("kernels", "liger")}
 """Need a GPU."""
 MORE = {
     "evaluation longer than training": ["{long}", "loss=full", "packing=none", f"{A}vocab_size=16384"],
@@ -56,6 +57,9 @@ LARGER = {
     "large: all parameters": ["quant=none", "adapter=none"],
     "large: all parameters, full loss": ["quant=none", "adapter=none", "loss=full"],
     "large: full loss, no checkpointing": ["loss=full", "checkpointing=none"],
+    "large: int8": ["quant=int8"],
+    "large: two new tokens, untied": ["model.new_tokens=[<aa>,<bb>]", f"{A}tie_word_embeddings=false"],
+    "large: all parameters, Muon": ["quant=none", "adapter=none", "optim=muon"],
 }
 
 
