@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu.prove import Setting, attempt
 from trainer.commands.checkup import CHECKS, examine
+from trainer.device.workspace import cublas_bytes
 from trainer.memory.predict.planner import CUDA_CONTEXT
 from trainer.model import attention
 from trainer.training.throughput import matmul_flops
@@ -40,11 +41,10 @@ def _context(device: torch.device) -> dict[str, float]:
 
 
 def _workspaces(device: torch.device) -> dict[str, float]:
-    """What products leave in the allocator: torch gives each cuBLAS handle, forward's and the backward thread's, 32 MiB
-    on compute capability 9 and 8.125 elsewhere (aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)."""
+    """What products leave in the allocator."""
     x = torch.randn(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
     before = torch.cuda.memory_allocated(device)
     (x @ x).sum().backward()
     x.grad = None
-    assumed = 2 * (32 if torch.cuda.get_device_capability(device)[0] == 9 else 8.125)
-    return {"mib": (torch.cuda.memory_allocated(device) - before) / 2**20, "by_source_mib": assumed}
+    held = torch.cuda.memory_allocated(device) - before
+    return {"mib": held / 2**20, "by_source_mib": cublas_bytes() / 2**20}

@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
     planner, options = Planner(config), all_options()
     check_shape(config, planner.skeleton)
     try:
-        plan = full_plan(planner, options)
+        plan = full_plan(planner.with_libraries(), options)
     except PlanError as error:
         screen.say(f"no prediction: {error}. A run starts without one", style="yellow")
         parameters = sum(parameter.numel() for parameter in planner.skeleton.parameters())

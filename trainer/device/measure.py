@@ -50,18 +50,18 @@ class Memory:
 
     CUDA counts exactly. A CPU has no such counter but malloc's own, which walks all free blocks under the allocator's
     lock: milliseconds, in which nobody allocates. So a thread reads it for a share of the time only (`Pace`): closely
-    where something comes that has not been before, at random moments otherwise. What libraries held before the run,
-    which no plan predicts, is taken off.
+    where something comes that has not been before, at random moments otherwise. What was held before the run is taken
+    off, but for `libraries_held`: bytes of libraries' workspace that the plan's trial of them has left.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, libraries_held: int = 0):
         self.device = device
         self._mallinfo2 = mallinfo2() if device.type == "cpu" else None
         self._peak = 0
         gc.collect()  # what an earlier run in this process left would go in the middle of this one
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # what was measured or run before is no part of this run
-        self.baseline = _held(self._mallinfo2) if device.type == "cpu" else 0
+        self.baseline = _held(self._mallinfo2) - libraries_held if device.type == "cpu" else 0
         """bytes held on a CPU before the run, by libraries and Python itself"""
         self._tensors_before = tensor_bytes() if device.type == "cpu" else 0
         self.stages: dict[str, Stage] = {}
@@ -141,9 +141,9 @@ class Memory:
         return MemoryReading(allocated, peak, rss_peak())
 
     def libraries(self) -> int:
-        """Bytes held now on a CPU by no tensor: what libraries took since the run began, such as buffers for the
-        blocks of a matrix product (MKL keeps 5 to 20 MiB a thread) and compiled primitives (oneDNN). No plan of
-        tensors predicts them; they grow with the largest product and stay."""
+        """Bytes held now on a CPU by no tensor: what libraries took for the run, such as buffers for the blocks of a
+        matrix product (MKL keeps 5 to 20 MiB a thread) and compiled primitives (oneDNN). They grow with the largest
+        product and stay."""
         if self.device.type != "cpu":
             return 0
         gc.collect()
@@ -236,6 +236,11 @@ def rss_peak() -> int:
     """Highest resident set of this process so far, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def pinned_peak() -> int:
+    """Most bytes of host memory that a GPU's run held for copies; 0 without a GPU, where there is one pool."""
+    return torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if torch.cuda.is_initialized() else 0
 
 
 def free_bytes(device_type: str) -> int:

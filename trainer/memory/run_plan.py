@@ -54,6 +54,11 @@ class RunMemory:
         return self.planner.elsewhere(self.policy) if self.prediction is not None else 0
 
     @property
+    def libraries_held(self) -> int:
+        """Bytes of libraries' workspace that making the plan left in this process, and the prediction has in it."""
+        return self.planner.libraries.held if self.prediction is not None else 0
+
+    @property
     def recomputed(self) -> float:
         """Share of the blocks' forward arithmetic that runs again; 0 where it is not known."""
         return recomputed_share(self.planner, self.policy) if self.prediction is not None else 0.0
@@ -80,6 +85,10 @@ def plan_run(
     planner = Planner(config, model_config, shape, dtypes, held_out_sizes(config.train))
     chosen, ladder, train = None, config.checkpointing.ladder(), config.train
     try:
+        if steps is None:
+            planner = planner.with_libraries()
+        else:
+            planner = planner.with_libraries(steps.num_steps * train.accumulation_steps)
         if ladder is not None:
             chosen = fit(planner, config.memory.budget_gib)
             planner = planner.changed(checkpointing=chosen.policy)

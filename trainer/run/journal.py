@@ -10,7 +10,7 @@ from typing import Any
 from trainer.atomic import write_atomically
 from trainer.config.saved import Run, public_config
 from trainer.config.shelf import all_options
-from trainer.device.measure import Memory, rss_peak
+from trainer.device.measure import Memory, pinned_peak, rss_peak
 from trainer.errors import Interrupted, TrainerError
 from trainer.libraries import loading
 from trainer.memory.advice.out_of_memory import Situation
@@ -109,7 +109,10 @@ class Journal:
             "tokens_per_second": state.num_tokens / state.seconds if state.seconds else None,
             "peak_memory_gib": state.peak_memory / GIB,
             "library_workspace_gib": memory.libraries() / GIB,
+            "host_memory_gib": pinned_peak() / GIB,
             "predicted_peak_memory_gib": predicted.peak / GIB if predicted is not None else None,
+            "predicted_library_workspace_gib": predicted.static.libraries / GIB if predicted is not None else None,
+            "predicted_host_memory_gib": predicted.host / GIB if predicted is not None else None,
             "predicted_peak_at": predicted.highest.name if predicted is not None else None,
             "memory_baseline_gib": memory.baseline / GIB,
             "memory_stages_gib": {name: stage.as_gib() for name, stage in memory.stages.items()},
@@ -146,7 +149,7 @@ def keeping_journal(
                 tracker = run.config.track.build(folder.path, beginning.run_id, public_config(run))
             # Before memory is watched: its matrices, 384 MiB on a GPU, would be the peak of a small run.
             roof = matmul_flops(prepared.device, prepared.dtypes.compute)
-            with Memory(prepared.device) as memory:
+            with Memory(prepared.device, prepared.plan.libraries_held) as memory:
                 facts = folder, screen, clock, prepared, beginning.state, metrics, tracker, memory, roof
                 journal = Journal(*facts, run.config.train.report)
                 try:

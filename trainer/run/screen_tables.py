@@ -128,13 +128,9 @@ def end_table(
         ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"),
         (
             "memory",
-            f"{_tensor_peak(summary):.2f} GiB peak of tensors, {_predicted(summary)}",
+            f"{summary['peak_memory_gib']:.2f} GiB peak, {_predicted(summary)}",
         ),
-        (
-            "",
-            f"besides: {summary['library_workspace_gib']:.2f} GiB workspace of libraries; the process as a whole "
-            f"{summary['rss_peak_gib']:.2f} GiB",
-        ),
+        ("", _beside(summary)),
         ("", f"allocated by stage: {sentence(memory.stages)} GiB"),
         ("fragmentation", fragmentation(memory.stages, memory.device.type)),
         ("time to first step", _stages(summary["stages_to_first_step"])),
@@ -184,9 +180,16 @@ def _device_name(device: Any) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def _tensor_peak(summary: dict[str, Any]) -> float:
-    """What a plan predicts. GiB."""
-    return max(0.0, summary["peak_memory_gib"] - summary["library_workspace_gib"])
+def _beside(summary: dict[str, Any]) -> str:
+    """What of the peak is no tensor, and what is in no peak."""
+    planned, host = summary["predicted_library_workspace_gib"], summary["host_memory_gib"]
+    parts = [f"of it {summary['library_workspace_gib']:.2f} GiB workspace of libraries"]
+    if planned is not None:
+        parts[0] += f", {planned:.2f} predicted"
+    if host:
+        predicted = summary["predicted_host_memory_gib"]
+        parts.append(f"{host:.2f} GiB of host memory" + ("" if predicted is None else f", {predicted:.2f} predicted"))
+    return "; ".join([*parts, f"the process as a whole {summary['rss_peak_gib']:.2f} GiB"])
 
 
 def _predicted(summary: dict[str, Any]) -> str:

@@ -34,6 +34,8 @@ class PredictionReport:
     peak_at: str
     needed_gib: float
     """of the device, with the allocator's slack and CUDA's own"""
+    host_gib: float
+    """of host memory, where that is not the device's own"""
     moments_gib: dict[str, float]
     """the height of each moment of the step"""
     parameters: int
@@ -49,6 +51,7 @@ class PredictionReport:
             peak_gib=prediction.peak / GIB,
             peak_at=prediction.highest.name,
             needed_gib=planner.needed(prediction) / GIB,
+            host_gib=prediction.host / GIB,
             moments_gib={moment.name: (static.total + moment.peak) / GIB for moment in prediction.moments},
             parameters=static.base_parameters,
             trainable=static.trainable,
@@ -90,6 +93,7 @@ class Change:
     needed_gib: float
     saves_gib: float
     cost: str
+    host_gib: float
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def full_plan(planner: Planner, options: whatif.Options) -> PlanReport:
         assumed_efficiency=EFFICIENCY,
         tokens_per_second={name: TokenRate(roof, EFFICIENCY * roof) for name, roof in rates.items()},
         offload=offload_plan(planner),
-        changes=[Change(r.change, r.needed / GIB, (needed - r.needed) / GIB, r.cost) for r in changes],
+        changes=[Change(r.change, r.needed / GIB, (needed - r.needed) / GIB, r.cost, r.host / GIB) for r in changes],
         budget_gib=budget,
         fits=fits,
         ways_to_fit=[Way(row.change, row.needed / GIB, row.cost) for row in ways],

@@ -23,6 +23,8 @@ def show(screen: Screen, plan: PlanReport, recipe: str) -> None:
     rows.append(("peak", f"{found.peak_gib:8.3f} GiB, in {found.peak_at}"))
     if device == "cuda":
         rows.append(("needed", f"{found.needed_gib:8.3f} GiB with CUDA's context (0.5) and allocator slack (2 %)"))
+    if found.host_gib:
+        rows.append(("host memory", f"{found.host_gib:8.3f} GiB beside the device's"))
     screen.table(f"plan: {recipe}, {device}, a micro-batch of {tokens:,} tokens", rows)
     screen.columns(
         "cards",
@@ -44,10 +46,20 @@ def show(screen: Screen, plan: PlanReport, recipe: str) -> None:
     )
     if plan.offload is not None:
         _show_offload(screen, plan.offload)
+    two_pools = any(row.host_gib for row in plan.changes)
     screen.columns(
         "what if",
-        ("change", "needs GiB", "saves GiB", "cost"),
-        [(r.change, f"{r.needed_gib:.2f}", f"{r.saves_gib:+.2f}", r.cost) for r in plan.changes],
+        ("change", "needs GiB", "saves GiB", *["host GiB"] * two_pools, "cost"),
+        [
+            (
+                row.change,
+                f"{row.needed_gib:.2f}",
+                f"{row.saves_gib:+.2f}",
+                *[f"{row.host_gib:.2f}" if row.host_gib else "-"] * two_pools,
+                row.cost,
+            )
+            for row in plan.changes
+        ],
     )
     for sentence in plan.advice:
         screen.say(sentence)

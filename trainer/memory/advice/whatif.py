@@ -37,6 +37,8 @@ class ChangeRow:
     cost: str
     effort: int
     """how much it takes away, for the order of advice: 0 nothing, 9 another training"""
+    host: int = 0
+    """bytes of host memory with it, where that is not the device's own"""
 
 
 def rows(planner: Planner, options: Options) -> list[ChangeRow]:
@@ -70,7 +72,8 @@ def _planned(planner: Planner, **sections: Any) -> Planner | None:
 
 
 def _row(words: str, other: Planner, cost: str, effort: int) -> ChangeRow:
-    return ChangeRow(words, other.needed(other.predict()), cost, effort)
+    prediction = other.predict()
+    return ChangeRow(words, other.needed(prediction), cost, effort, prediction.host)
 
 
 def _alternatives(planner: Planner, options: Options, group: str) -> Iterator[tuple[str, Any]]:

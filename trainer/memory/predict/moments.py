@@ -26,6 +26,8 @@ class Prediction:
 
     static: Static
     moments: tuple[Moment, ...]
+    host: int = 0
+    """bytes of the other pool, host memory; 0 on a CPU, where there is one pool"""
 
     @property
     def highest(self) -> Moment:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from trainer.device.find import Device
 from trainer.device.measure import free_bytes
+from trainer.device.workspace import PRIMITIVES, Product, Workspace, cublas_bytes, products_workspace
 from trainer.errors import PlanError, TrainerError
 from trainer.memory.predict.beside_steps import HeldOut, answer_bytes, evaluation_bytes
 from trainer.memory.predict.moments import Prediction, predict, without_inputs
@@ -24,7 +25,7 @@ from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.base import planned_config
 from trainer.model.offload.activations import IN_FLIGHT
-from trainer.model.precision import Dtypes
+from trainer.model.precision import Dtypes, cpu_has_bf16
 from trainer.registry import name_of
 from trainer.training.optimizer_memory import OptimizerMemory
 from trainer.units import GIB
@@ -58,7 +59,20 @@ class Planner:
         self.shape = shape or largest_shape(config)
         self.held_out = held_out
         """null: none, or as the settings allow: micro-batches of no more than training's, no higher than a step"""
+        self.libraries = Workspace(0, cublas_bytes() if self.device_type == "cuda" else 0)
+        """on a CPU that of `with_libraries`"""
         self._found: dict[str, Any] = {}
+
+    def with_libraries(self, micro_batches: int = PRIMITIVES) -> Planner:
+        """The same plan, with the workspace that libraries take on this CPU for the model's products, which are tried,
+        in a run of so many micro-batches. Raises PlanError."""
+        if self.device_type == "cpu":
+            head = self.model.base.get_output_embeddings()
+            linears = [module for module in self.model.adapted.modules() if isinstance(module, torch.nn.Linear)]
+            products = [Product(m.in_features, m.out_features, m.weight.requires_grad, m is head) for m in linears]
+            rows, dtype = self.shape.num_tokens, self.dtypes.compute
+            self.libraries = products_workspace(products, rows, dtype, micro_batches, cpu_has_bf16())
+        return self
 
     def changed(self, **sections: Any) -> Planner:
         """The plan of the configuration with other sections; traces are shared where they are the same."""
@@ -77,7 +91,7 @@ class Planner:
         if held_out is not None:
             held_out = replace(held_out, evaluation=changed(held_out.evaluation))
         planner = Planner(config, self.model_config, changed(self.shape), self.dtypes, held_out)
-        planner._found = self._found
+        planner._found, planner.libraries = self._found, self.libraries
         return planner
 
     def _once(self, find: Callable[[], Any], *of: Any) -> Any:
@@ -160,14 +174,16 @@ class Planner:
 
     def fold(self, policy: Checkpointing, profiles: list[Profile], tokens: int | None = None) -> Prediction:
         """The whole step from a profile of each block."""
-        static = self.static
+        host, one_pool = self.host(policy, tokens), self.device_type == "cpu"
+        static = replace(self.static, libraries=self.libraries.needed, host=host if one_pool else 0)
         if policy.moves_inputs:
             size = self.input_bytes(tokens)
             kept = [block.recomputes_blocks for block in policy.blocks(self.depth)]
             profiles = [without_inputs(p, size) if k else p for p, k in zip(profiles, kept, strict=True)]
             static = replace(static, in_flight=IN_FLIGHT * size)
         workspace, segment = self.optimizer.workspace, policy.segment(self.depth)
-        return predict(static, profiles, workspace, self.accumulates, segment, self.between_steps(tokens))
+        found = predict(static, profiles, workspace, self.accumulates, segment, self.between_steps(tokens))
+        return replace(found, host=0 if one_pool else host)
 
     def between_steps(self, tokens: int | None = None) -> dict[str, int]:
         """Bytes that evaluation and answers take, with micro-batches of so many tokens if given."""
@@ -204,6 +220,14 @@ class Planner:
     def elsewhere(self, policy: Checkpointing, tokens: int | None = None) -> int:
         """Bytes that lie in host memory or on disk and come to the device when they are used."""
         return self.static.streamed + self.host_inputs(policy, tokens)
+
+    def host(self, policy: Checkpointing, tokens: int | None = None) -> int:
+        """Bytes of host memory that offloading takes: streamed blocks, or the stages that they are read through from a
+        disk to a GPU, and moved inputs."""
+        blocks = self.static.streamed
+        if self.config.offload.from_disk:
+            blocks = self.static.slots if self.device_type == "cuda" else 0
+        return blocks + self.host_inputs(policy, tokens)
 
     def host_inputs(self, policy: Checkpointing, tokens: int | None = None) -> int:
         """Bytes of host memory that the moved inputs take."""

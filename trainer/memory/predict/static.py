@@ -37,6 +37,10 @@ class Static:
     """weights that lie in host memory or on disk, and on the device in slots only: in no line"""
     in_flight: int
     """inputs of blocks on their way to host memory or back"""
+    host: int
+    """what was moved to host memory, where that is the device's own"""
+    libraries: int
+    """workspace of libraries, which stays once it was asked for"""
     adapter: int
     gradients: int
     optimizer: int
@@ -47,8 +51,8 @@ class Static:
 
     def lines(self) -> dict[str, int]:
         found = {**self.weights, "slots of streamed blocks": self.slots, "adapter": self.adapter}
-        found["block inputs in flight"] = self.in_flight
-        found |= {"gradients": self.gradients, "optimizer state": self.optimizer}
+        found |= {"block inputs in flight": self.in_flight, "moved to host memory, which is the same": self.host}
+        found |= {"gradients": self.gradients, "optimizer state": self.optimizer, "library workspace": self.libraries}
         return {name: size for name, size in found.items() if size}
 
     @property
@@ -91,6 +95,8 @@ def count_static(model: Outline, optimizer: OptimizerMemory, device_type: str, s
         slots=SLOTS * max((sum(aligned(tensor.nbytes) for tensor in block) for block in blocks), default=0),
         streamed=sum(tensor.nbytes for block in blocks for tensor in block),
         in_flight=0,
+        host=0,
+        libraries=0,
         adapter=adapter,
         gradients=sum(size(p) for p in trainable),
         optimizer=optimizer.state,

@@ -30,11 +30,12 @@ class HostSource:
     """
 
     reads = False
-    SLAB = 2**25
+    PINNED_SLAB, SLAB = 2**25, 2**20
     """bytes"""
 
     def __init__(self, device: torch.device):
         self._pinned = device.type == "cuda"
+        self._slab = self.PINNED_SLAB if self._pinned else self.SLAB
         self._slabs: list[torch.Tensor] = []
         self._used = 0
         self._places: dict[int, tuple[int, int]] = {}
@@ -45,8 +46,8 @@ class HostSource:
             place.view(whole).copy_(tensor)
         self._places[block.index] = self._used, block.size
         self._used += block.size
-        while len(self._slabs) * self.SLAB < self._used:
-            self._slabs.append(torch.empty(self.SLAB, dtype=torch.uint8, pin_memory=self._pinned))
+        while len(self._slabs) * self._slab < self._used:
+            self._slabs.append(torch.empty(self._slab, dtype=torch.uint8, pin_memory=self._pinned))
         for mine, theirs in self._pieces(block.index, whole):
             mine.copy_(theirs)
 
@@ -62,8 +63,8 @@ class HostSource:
         begin, size = self._places[index]
         done = 0
         while done < size:
-            slab, offset = divmod(begin + done, self.SLAB)
-            length = min(size - done, self.SLAB - offset)
+            slab, offset = divmod(begin + done, self._slab)
+            length = min(size - done, self._slab - offset)
             yield self._slabs[slab][offset : offset + length], buffer[done : done + length]
             done += length
 
