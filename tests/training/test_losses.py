@@ -126,6 +126,26 @@ def test_a_frozen_heads_loss_of_extreme_logits():
     torch.testing.assert_close(hidden.grad, expected)
 
 
+@pytest.mark.parametrize("mapped", [LogitMap(), LogitMap(0.5, 2.0)], ids=["plain", "scaled and capped"])
+def test_a_frozen_head_with_a_few_rows_that_train(mapped):
+    """Against autograd through a whole head with the rows in it, and all logits at once."""
+    torch.manual_seed(0)
+    hidden, weight, bias, rows = (torch.randn(size) for size in ((12, 8), (20, 8), (20,), (3, 8)))
+    labels, ids = torch.randint(0, 20, (12,)), [17, 3, 5]
+    labels[:3] = torch.tensor(ids)
+    found = []
+    for whole in (True, False):
+        h, r = hidden.clone().requires_grad_(), rows.clone().requires_grad_()
+        if whole:
+            table = weight.index_copy(0, torch.tensor(ids), r)
+            total = F.cross_entropy(mapped(F.linear(h, table, bias)), labels, reduction="sum")
+        else:
+            total = frozen_head_sum(h, weight, bias, labels, 5, mapped, r, ids)
+        (2 * total).backward()
+        found.append((total.detach(), h.grad, r.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("chunk_tokens", CHUNKS)
 def test_a_head_that_trains(path, chunk_tokens, tied):

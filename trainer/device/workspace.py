@@ -14,15 +14,17 @@ from trainer.device.malloc import mallinfo2
 
 HANDLES = 2
 """Of cuBLAS: the thread's that runs forward, and the one's that runs backward."""
-MOST = 2**29
-"""Multiplications of a product that is tried on a CPU: hundredths of a second. Buffers are for blocks of a product, so
-fewer rows need no less, but of very wide heads."""
+MOST = 2**31
+"""Multiplications of a product that is tried on a CPU: a tenth of a second. Buffers are for blocks of a product, so
+fewer rows need little less."""
 
 
 @dataclass(frozen=True, order=True)
 class Product:
     """A linear layer by its sizes."""
 
+    rows: int
+    """of its input"""
     inputs: int
     outputs: int
     trained: bool
@@ -45,7 +47,7 @@ def cublas_bytes() -> int:
 PRIMITIVES = 64
 """Compiled products that oneDNN keeps (`trainer.__main__`)."""
 
-_measured: dict[tuple[frozenset[Product], int, torch.dtype, int], int] = {}
+_measured: dict[tuple[frozenset[Product], torch.dtype, int], int] = {}
 """A trial by what was tried: what it leaves stays in the process."""
 
 
@@ -59,32 +61,31 @@ class Workspace:
     """in a run"""
 
 
-def products_workspace(
-    products: Iterable[Product], rows: int, dtype: torch.dtype, lengths: int, has_bf16: bool
-) -> Workspace:
-    """Of such products, of rows in so many `lengths`, the longest of `rows` rows.
+def products_workspace(products: Iterable[Product], dtype: torch.dtype, lengths: int, has_bf16: bool) -> Workspace:
+    """Of such products, in micro-batches of so many `lengths`.
 
     In fp32 MKL's buffers, which grow with the largest product. In bf16 oneDNN's compiled primitives, one a product and
     length; and where the CPU has no instructions for bf16, the sums of a product in fp32 while it is made.
     """
     wanted = frozenset(products)
-    key = wanted, rows, dtype, torch.get_num_threads()
+    key = wanted, dtype, torch.get_num_threads()
     if key not in _measured:
         before = _held()
         for product in sorted(wanted):
-            _multiply(product, max(1, min(rows, MOST // (product.inputs * product.outputs))), dtype)
+            _multiply(product, dtype)
         _measured[key] = max(0, _held() - before)
     held = needed = _measured[key]
     if dtype == torch.bfloat16:
         primitives = sum(3 if product.trained else 2 for product in wanted)
         needed = held * max(1, min(lengths * primitives, PRIMITIVES)) // primitives
         if not has_bf16:
-            needed += 4 * rows * max(max(p.inputs, p.outputs) for p in wanted if not p.is_head)
+            needed += 4 * max(p.rows * max(p.inputs, p.outputs) for p in wanted if not p.is_head)
     return Workspace(held, needed)
 
 
-def _multiply(product: Product, rows: int, dtype: torch.dtype) -> None:
+def _multiply(product: Product, dtype: torch.dtype) -> None:
     """Forward, and backward into the input (and the weight)."""
+    rows = max(1, min(product.rows, MOST // (product.inputs * product.outputs)))
     weight = torch.ones(product.outputs, product.inputs, dtype=dtype)
     hidden = torch.ones(rows, product.inputs, dtype=dtype)
     out = torch.nn.functional.linear(hidden, weight)

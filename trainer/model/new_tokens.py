@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,17 +73,40 @@ def keep_tables_apart(adapted: torch.nn.Module) -> None:
             module.forward = _apart(module)
 
 
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of a table that train, beside the table that does not."""
+
+    table: torch.nn.Module
+    rows: torch.nn.Parameter
+    """(k, H), fp32"""
+    ids: list[int]
+    """k places in the table"""
+
+
+def new_rows(layer: torch.nn.Module) -> NewRows | None:
+    """Those that count in a pass now; None for any other module, and where PEFT has switched them off or merged them."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    if not isinstance(layer, TrainableTokensLayer):  # or PEFT's wrapper around one
+        adapter = getattr(layer, "token_adapter", None)
+        return None if adapter is None else new_rows(adapter)
+    if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+        return None
+    (name,) = layer.active_adapters
+    return NewRows(layer.get_base_layer(), layer.trainable_tokens_delta[name], layer.token_indices[name])
+
+
 def _apart(layer: TrainableTokensLayer) -> Callable[..., torch.Tensor]:
     own = layer.forward
 
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        if args or kwargs or layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
+        new = None if args or kwargs else new_rows(layer)
+        if new is None:
             return own(x, *args, **kwargs)
-        (name,) = layer.active_adapters
-        rows, ids = layer.trainable_tokens_delta[name], layer.token_indices[name]
-        if isinstance(layer.get_base_layer(), torch.nn.Embedding):
-            return _embed(layer, x, rows, ids)
-        return _project(layer, x, rows, ids)
+        if isinstance(new.table, torch.nn.Embedding):
+            return _embed(layer, x, new.rows, new.ids)
+        return _project(layer, x, new.rows, new.ids)
 
     return forward
 

@@ -36,6 +36,10 @@ class Loss(Section, ABC):
     def check_model(self, model: PreTrainedModel) -> None:
         """Raises ModelError where the option would leave out something that this model does to its logits."""
 
+    def head_rows(self, rows: int) -> int:
+        """How many of a micro-batch's tokens the head multiplies at once."""
+        return rows
+
     @abstractmethod
     def sum(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         """Scalar fp32: the summed cross-entropy of the batch's targets."""
@@ -89,16 +93,22 @@ class Chunked(TargetsOnly):
     chunk_tokens: Annotated[int, AT_LEAST_1]
     """target tokens in one chunk of logits"""
 
+    def head_rows(self, rows):
+        return min(rows, self.chunk_tokens)
+
     def head_sum(self, head, hidden, labels, mapped):
         import torch
         from torch.nn import functional as F
         from torch.utils.checkpoint import checkpoint
 
+        from trainer.model.new_tokens import new_rows
         from trainer.training.frozen_head import frozen_head_sum
 
-        if type(head) is torch.nn.Linear and not any(p.requires_grad for p in head.parameters()):
-            hidden = hidden.to(head.weight.dtype)
-            return frozen_head_sum(hidden, head.weight, head.bias, labels, self.chunk_tokens, mapped)
+        new = new_rows(head)
+        table = head if new is None else new.table
+        if type(table) is torch.nn.Linear and not any(p.requires_grad for p in table.parameters()):
+            what = (hidden.to(table.weight.dtype), table.weight, table.bias, labels, self.chunk_tokens, mapped)
+            return frozen_head_sum(*what) if new is None else frozen_head_sum(*what, new.rows, new.ids)
 
         if type(head) is torch.nn.Linear and mapped.plain and hasattr(F, "linear_cross_entropy"):
             # torch >= 2.13. It fails on mixed dtypes, also under autocast, and its own sum is off in bf16:

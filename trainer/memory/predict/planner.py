@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 
 from trainer.device.find import Device
 from trainer.device.measure import free_bytes
-from trainer.device.workspace import PRIMITIVES, Product, Workspace, cublas_bytes, products_workspace
+from trainer.device.workspace import PRIMITIVES, Workspace, cublas_bytes
 from trainer.errors import PlanError, TrainerError
 from trainer.memory.predict.beside_steps import HeldOut, answer_bytes, evaluation_bytes
+from trainer.memory.predict.libraries import tried_products
 from trainer.memory.predict.moments import Prediction, predict, without_inputs
 from trainer.memory.predict.outline import Outline, outline
 from trainer.memory.predict.profile import Profile, Shape
@@ -25,7 +26,7 @@ from trainer.model.checkpointing import FullCheckpointing, NoCheckpointing
 from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.base import planned_config
 from trainer.model.offload.activations import IN_FLIGHT
-from trainer.model.precision import Dtypes, cpu_has_bf16
+from trainer.model.precision import Dtypes
 from trainer.registry import name_of
 from trainer.training.optimizer_memory import OptimizerMemory
 from trainer.units import GIB
@@ -67,11 +68,8 @@ class Planner:
         """The same plan, with the workspace that libraries take on this CPU for the model's products, which are tried,
         in a run of so many micro-batches. Raises PlanError."""
         if self.device_type == "cpu":
-            head = self.model.base.get_output_embeddings()
-            linears = [module for module in self.model.adapted.modules() if isinstance(module, torch.nn.Linear)]
-            products = [Product(m.in_features, m.out_features, m.weight.requires_grad, m is head) for m in linears]
-            rows, dtype = self.shape.num_tokens, self.dtypes.compute
-            self.libraries = products_workspace(products, rows, dtype, micro_batches, cpu_has_bf16())
+            rows, compute = self.shape.num_tokens, self.dtypes.compute
+            self.libraries = tried_products(self.model, self.config.loss, rows, compute, micro_batches)
         return self
 
     def changed(self, **sections: Any) -> Planner:
