@@ -14,8 +14,8 @@ from trainer.device.malloc import mallinfo2
 
 HANDLES = 2
 """Of cuBLAS: the thread's that runs forward, and the one's that runs backward."""
-MOST = 2**31
-"""Multiplications of a product that is tried on a CPU: a tenth of a second. Buffers are for blocks of a product, so
+MOST = 2**32
+"""Multiplications of a product that is tried on a CPU: tenths of a second. Buffers are for blocks of a product, so
 fewer rows need little less."""
 
 

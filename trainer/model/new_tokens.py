@@ -85,7 +85,7 @@ class NewRows:
 
 
 def new_rows(layer: torch.nn.Module) -> NewRows | None:
-    """Those that count in a pass now; None for any other module, and where PEFT has switched them off or merged them."""
+    """Those that count in a pass now; None for another module, and where PEFT has switched them off or merged them."""
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     if not isinstance(layer, TrainableTokensLayer):  # or PEFT's wrapper around one

@@ -68,7 +68,8 @@ class Planner:
         """The same plan, with the workspace that libraries take on this CPU for the model's products, which are tried,
         in a run of so many micro-batches. Raises PlanError."""
         if self.device_type == "cpu":
-            rows, compute = self.shape.num_tokens, self.dtypes.compute
+            shapes = [self.shape] if self.held_out is None else [self.shape, self.held_out.evaluation]
+            rows, compute = max(shape.num_tokens for shape in shapes), self.dtypes.compute
             self.libraries = tried_products(self.model, self.config.loss, rows, compute, micro_batches)
         return self
 
