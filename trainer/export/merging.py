@@ -28,6 +28,7 @@ from trainer.model.loading.architecture import building, skeleton
 from trainer.model.loading.assemble import FromFiles
 from trainer.model.loading.base import adapter_keys, find, from_files, load_config
 from trainer.model.loading.folder import weight_files
+from trainer.model.mixtures import decoder_experts
 from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow, with_mean_rows
 
@@ -105,7 +106,7 @@ class Merger:
         with building(f"{result}: cannot be loaded"):
             self.model = skeleton(AutoConfig.from_pretrained(result), self.config.model.trust_remote_code)
         self.adapted: torch.nn.Module = self.model
-        self.files = FromFiles(result, weight_files(result, str(result)), None, str(result))
+        self.files = FromFiles(result, weight_files(result, str(result)), None, str(result), self.model)
         self._note_base(None)
         _hollow(self.model)
 
@@ -117,6 +118,11 @@ class Merger:
         if self.onto is Onto.dequantized and config.quant.loaded_as is None:
             raise ConfigError("merge.base=dequantized: this run's base was not quantised (quant=none). Leave it out.")
         self.model = skeleton(load_config(config.model), config.model.trust_remote_code)
+        if decoder_experts(self.model):
+            raise ModelError(
+                f"merge does not put an adapter into the stacked experts of a mixture ({self.model.config.model_type}) "
+                "yet. The adapter itself loads with peft.PeftModel.from_pretrained."
+            )
         self.files = from_files(config.model, find(config.model))
         with building(f"{result}: cannot be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(result)

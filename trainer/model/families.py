@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trainer.errors import ModelError
+from trainer.model.mixtures import decoder_experts
 
 TEXT_KEYS = {
     "gemma3": {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?language_model\.(?:model\.)?": "model."},
@@ -35,9 +36,6 @@ HARMLESS = (
 )
 """Weights in files that a model may leave unread, beside those that transformers knows of each class."""
 
-EXPERTS = (
-    "mixture of experts: its experts are stacked tensors and no linear layers, so neither quant nor adapter reach them"
-)
 RECURRENT = "it carries a state (convolution or recurrence) from token to token, so packed samples would see each other"
 
 
@@ -106,10 +104,9 @@ def check_modules(skeleton: PreTrainedModel) -> None:
     """Raises ModelError for architectures whose modules quantisation, adapters or packing cannot handle."""
     decoder = skeleton.get_decoder()
     modules = list(decoder.modules())
-    stacked = [name for name, p in decoder.named_parameters() if p.ndim == 3]
-    if any("experts" in name for name in stacked):
-        why = EXPERTS
-    elif stacked or any(isinstance(module, torch.nn.Conv1d) for module in modules):
+    experts = decoder_experts(skeleton)
+    stacked = [n for n, p in skeleton.named_parameters() if p.ndim == 3 and n.rpartition(".")[0] not in experts]
+    if stacked or any(isinstance(module, torch.nn.Conv1d) for module in modules):
         why = RECURRENT
     elif not any(isinstance(module, torch.nn.Linear) for module in modules):
         why = "its layers are no torch.nn.Linear, so neither quant nor adapter reach them"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.errors import ModelError
 from trainer.ranges import NOT_NEGATIVE
-from trainer.registry import Section, option
+from trainer.registry import Section, name_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,21 @@ class Quant(Section, ABC):
 
         return without_values(self.linear, linear, compute_dtype)
 
+    def check_experts(self, model: torch.nn.Module) -> None:
+        """Raises ModelError where the stacked experts of a mixture would stay as they are; `model` may have no
+        values."""
+        from trainer.model.mixtures import decoder_experts
+
+        if decoder_experts(model):
+            raise ModelError(
+                f"quant={name_of('quant', self)}: the experts of this {model.config.model_type} are stacked tensors, "
+                "which it leaves in 16 bits. Use quant=nf4 or fp4, or quant=none."
+            )
+
+    def experts(self, experts: torch.nn.Module, compute_dtype: torch.dtype, device: torch.device) -> None:
+        """Puts the quantised twins of stacked experts into their module; on the meta device, their shapes."""
+        experts.to(device)
+
     def mark(self, base: torch.nn.Module) -> None:
         """Says on a base that `assemble` made what `from_pretrained` says on one that it quantises."""
         if self.loaded_as is not None:
@@ -81,6 +96,9 @@ class NoQuant(Quant):
     costs = "no dequantisation"
 
     def check(self, whole):
+        pass
+
+    def check_experts(self, model):
         pass
 
     def config(self, compute_dtype):
@@ -134,6 +152,16 @@ class FourBit(Quant):
         )
         quantised.bias = linear.bias
         return quantised.to(device)
+
+    def check_experts(self, model):
+        from trainer.model.mixtures import check_experts
+
+        check_experts(model, f"quant={name_of('quant', self)}")
+
+    def experts(self, experts, compute_dtype, device):
+        from trainer.model.experts import quantise
+
+        quantise(experts, self.code, self.double_quant, compute_dtype, device)
 
     def standin(self, linear, compute_dtype):
         from trainer.model.standins import Standin4bit

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trainer.model.adapters import decoder_linears
+from trainer.model.mixtures import active_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +42,7 @@ class Arithmetic:
     """
 
     base_linear: int
-    """N: weights of the decoder's linear layers"""
+    """N: weights of the decoder's linear layers, of a mixture's experts as many as a token meets"""
     head: int
     """Nh: weights of the output head"""
     adapter: int
@@ -92,7 +93,8 @@ def count_arithmetic(skeleton: PreTrainedModel, adapter_parameters: int, base_tr
     heads = getattr(config, "num_attention_heads", 0)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     return Arithmetic(
-        base_linear=sum(skeleton.get_submodule(name).weight.numel() for name in decoder_linears(skeleton)),
+        base_linear=sum(skeleton.get_submodule(name).weight.numel() for name in decoder_linears(skeleton))
+        + active_weights(skeleton),
         head=skeleton.get_output_embeddings().weight.numel(),
         adapter=adapter_parameters,
         attention_width=config.num_hidden_layers * heads * head_size,

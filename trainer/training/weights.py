@@ -63,5 +63,6 @@ def total_parameters(model: torch.nn.Module) -> tuple[int, int]:
     total = 0
     for parameter in model.parameters():
         quant_state = getattr(parameter, "quant_state", None)
-        total += quant_state.shape.numel() if quant_state is not None else parameter.numel()
+        numbers = getattr(parameter, "stands_for", parameter.numel())  # of a stack of experts
+        total += quant_state.shape.numel() if quant_state is not None else numbers
     return trainable, total

@@ -18,7 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.errors import PlanError, TrainerError
 from trainer.model.adapters import decoder_linears
+from trainer.model.experts import stacks
 from trainer.model.fused.tiles import tile
+from trainer.model.mixtures import decoder_experts
 from trainer.model.model_settings import Weights
 from trainer.model.new_tokens import grow, planned_ids
 from trainer.model.roles import mark_tables
@@ -72,6 +74,10 @@ def outline(
             if standin is not linear:
                 quantised[standin] = linear.weight.numel()
                 setattr(holder, child, standin)
+        for name in decoder_experts(base):
+            with _named("quant", config.quant):
+                config.quant.experts(base.get_submodule(name), compute, torch.device("meta"))
+        quantised |= {stack: stack.shape.numel() for stack in stacks(base).values()}
         base.tie_weights()
         if config.model.weights is Weights.pretrained:
             config.quant.mark(base)  # a base with random weights is quantised by us, not by from_pretrained

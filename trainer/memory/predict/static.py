@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.memory.predict.outline import Outline
+from trainer.model.experts import stacks
 from trainer.model.live_storages import rounded
 from trainer.model.new_tokens import table_of
 from trainer.model.offload.block_stream import SLOTS, aligned
@@ -113,6 +114,8 @@ def _streamed(block: torch.nn.Module) -> list[torch.Tensor]:
             found.append(module.weight)
             if isinstance(module, Standin):
                 found += module.block_scales()
+    for stack in stacks(block).values():
+        found += [stack.weight, *(getattr(stack, name) for name in stack.scales())]
     return found
 
 

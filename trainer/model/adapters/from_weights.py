@@ -30,6 +30,7 @@ class PiSSA(LoRA):
     """subspace iterations of a randomised decomposition; null: the exact one, minutes for a model of billions"""
 
     costs = "a decomposition of every adapted weight at each start, an adapter file twice as large"
+    adapts_stacks = False
 
     def problems(self, config):
         problems = super().problems(config)

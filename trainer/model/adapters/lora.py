@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from trainer.errors import ModelError
 from trainer.model.adapters.adapter import PeftAdapter
 from trainer.model.adapters.targets import decoder_linears, ends_with, find_targets, shortest
+from trainer.model.mixtures import stack_names
 from trainer.model.roles import set_rate_ratio
 from trainer.ranges import AT_LEAST_1, BELOW_1, POSITIVE
 from trainer.registry import option
@@ -45,6 +46,8 @@ class LoRA(PeftAdapter):
     target_modules: Any
     """all-linear: every linear layer of the text decoder; another string: a regular expression that matches whole
     module names; a list: name endings"""
+    target_parameters: list[str]
+    """name endings of stacked experts that are adapted too, such as experts.down_proj: each expert by itself"""
     modules_to_save: list[str]
     """name endings of modules trained and saved whole, such as embed_tokens"""
     bias: Bias
@@ -55,6 +58,7 @@ class LoRA(PeftAdapter):
     shapes_update = (
         "peft_type",
         "target_modules",
+        "target_parameters",
         "modules_to_save",
         "r",
         "lora_alpha",
@@ -65,6 +69,8 @@ class LoRA(PeftAdapter):
     grows = True
     variant: ClassVar[dict[str, Any]] = {}
     """fields of peft.LoraConfig by which the update is another than LoRA's"""
+    adapts_stacks: ClassVar[bool] = True
+    """whether PEFT has this update for stacked experts"""
 
     @property
     def runs_fused(self):
@@ -77,6 +83,11 @@ class LoRA(PeftAdapter):
 
     def problems(self, config):
         problems = super().problems(config)
+        if self.target_parameters and (self.dropout or not self.adapts_stacks):
+            problems.append(
+                f"adapter.target_parameters={self.target_parameters}: PEFT adapts stacked experts without dropout, as "
+                "lora, rslora and lora_plus do: leave them out, or use one of those with adapter.dropout=0"
+            )
         names = self.target_modules
         if isinstance(names, str) and names:
             return problems
@@ -97,6 +108,13 @@ class LoRA(PeftAdapter):
         ]
         if missing:
             raise ModelError(f"adapter.modules_to_save: no module of the model is named {', '.join(missing)}.")
+        found = stack_names(model)
+        missing = [name for name in self.target_parameters if not any(ends_with(one, name) for one in found)]
+        if missing:
+            raise ModelError(
+                f"adapter.target_parameters: no stacked experts are named {', '.join(missing)}. There are: "
+                f"{', '.join(sorted({'.'.join(one.split('.')[-2:]) for one in found})) or 'none in this model'}."
+            )
 
     def trained_whole(self, model):
         names = [f".{name}." for name in decoder_linears(model)]  # a module that holds such a layer counts too
@@ -115,6 +133,7 @@ class LoRA(PeftAdapter):
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=shortest(model, targets),
+            target_parameters=list(self.target_parameters) or None,
             modules_to_save=list(self.modules_to_save) or None,
             bias=self.bias.name,
             **self.variant,
@@ -132,9 +151,11 @@ class LoRA(PeftAdapter):
             )
 
     def attach(self, model, new_ids=()):
+        from trainer.model.experts import beside
         from trainer.model.fused import modules as fused
 
-        adapted = super().attach(model, new_ids)
+        with beside(model):
+            adapted = super().attach(model, new_ids)
         if self.fused:
             fused.install(adapted)
         return adapted
@@ -154,6 +175,7 @@ class DoRA(LoRA):
     """LoRA for the direction of each output's weights, and a trained length (Liu et al. 2024)."""
 
     variant = {"use_dora": True}
+    adapts_stacks = False
     costs = "norms of the adapted weights in every forward pass"
 
 

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 def decoder_linears(model: torch.nn.Module) -> list[str]:
-    """Full names of the linear layers of the text decoder: no head, no vision tower."""
+    """Full names of the linear layers of the text decoder: no head, no vision tower, no router of a mixture."""
     import torch
 
-    decoder = model.get_decoder()
+    from trainer.model.mixtures import routers
+
+    decoder, left_out = model.get_decoder(), routers(model)
     prefix = next(name for name, module in model.named_modules() if module is decoder)
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for name, module in decoder.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
+    names = [name for name, module in decoder.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = [f"{prefix}.{name}" if prefix else name for name in names]
+    return [name for name in names if name not in left_out]
 
 
 def find_targets(model: torch.nn.Module, target_modules: Any) -> list[str]:

@@ -23,6 +23,11 @@ def shortened() -> Iterator[None]:
         _shortened.reset(token)
 
 
+def is_shortened() -> bool:
+    """Whether what runs now has no values: a plan."""
+    return _shortened.get()
+
+
 def pieces(found: Sequence[T]) -> Sequence[T]:
     """What to loop over: all of `found`, whose members but for the last are equally long."""
-    return [*found[:2], found[-1]] if _shortened.get() and len(found) > 3 else found
+    return [*found[:2], found[-1]] if is_shortened() and len(found) > 3 else found

@@ -28,6 +28,7 @@ from trainer.model.loading.assemble import Fill, FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.loading.model_source import ModelSource
 from trainer.model.loading.quantized_cache import through_cache
+from trainer.model.mixtures import decoder_experts
 from trainer.model.model_settings import Weights
 from trainer.model.precision import Dtypes
 from trainer.resources import resolve
@@ -131,7 +132,7 @@ def load_base(
     """The base model, quantised while it is loaded or made, on `device`; `before` sees each module before that."""
     if model.weights is Weights.random:
         base = assemble(config, quant, dtypes, device, attention, at_random, before=before)
-    elif before is not None:
+    elif before is not None or (quant.stores_4bit and decoder_experts(skeleton(config, model.trust_remote_code))):
         source = find(model)
         base = assemble(config, quant, dtypes, device, attention, from_files(model, source), before=before)
         quant.mark(base)  # PEFT picks its layers by it
@@ -182,7 +183,8 @@ def _from_files(
 ) -> PreTrainedModel:
     _fetch(source)
     own = _own_config(model, source)
-    _fill(model, source).check_shapes(skeleton(config, model.trust_remote_code))
+    shape = skeleton(config, model.trust_remote_code)
+    _fill(model, source, shape).check_shapes(shape)
     quantization = quant.config(dtypes.compute)
     with loading(f"{source.asked}: the weights cannot be loaded"):
         base, report = AutoModelForCausalLM.from_pretrained(
@@ -222,16 +224,17 @@ def _fetch(source: ModelSource) -> None:
 def from_files(model: Model, source: ModelSource) -> FromFiles:
     """What fills modules one by one from the model's files, where the base is never whole on the device."""
     _fetch(source)
-    fill, own = _fill(model, source), _own_config(model, source)
+    own = _own_config(model, source)
     shape = skeleton(text_config(own, source.asked)[0], model.trust_remote_code)
+    fill = _fill(model, source, shape)
     fill.check_shapes(shape)
     check_unread(fill.unread(shape), own.model_type, type(shape), source.asked)
     return fill
 
 
-def _fill(model: Model, source: ModelSource) -> FromFiles:
+def _fill(model: Model, source: ModelSource, shape: PreTrainedModel) -> FromFiles:
     renamed = text_config(_own_config(model, source), source.asked)[1]
-    return FromFiles(source.folder, weight_files(source.folder, source.asked), renamed, source.asked)
+    return FromFiles(source.folder, weight_files(source.folder, source.asked), renamed, source.asked, shape)
 
 
 def named(base: PreTrainedModel, source: ModelSource) -> PreTrainedModel:

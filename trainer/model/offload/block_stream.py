@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer.model.experts import Stack4bit
 from trainer.model.fused.functions import Projection
 from trainer.model.offload.copies import Copies
 
@@ -98,8 +99,11 @@ def streamed_block(index: int, linears: dict[str, torch.nn.Module]) -> StreamedB
 
 
 def _streamed(linear: torch.nn.Module) -> list[tuple[str, Any, str]]:
-    """(name, holder, attribute) of each large tensor of a plain or 4-bit linear layer, named as bitsandbytes does."""
+    """(name, holder, attribute) of each large tensor of a plain or 4-bit linear layer, named as bitsandbytes does, or
+    of a 4-bit stack of experts."""
     found: list[tuple[str, Any, str]] = [("weight", linear.weight, "data")]
+    if isinstance(linear, Stack4bit):
+        return [*found, *((name, linear, name) for name in linear.scales())]
     state = getattr(linear.weight, "quant_state", None)
     if state is not None:
         found.append(("weight.absmax", state, "absmax"))
@@ -232,7 +236,8 @@ def install(stream: BlockStream) -> None:
     for block in stream.blocks:
         for linear in block.linears:
             linear.fetch = partial(stream.need, block.index)
-            linear.forward = _forward(linear)
+            if not isinstance(linear, Stack4bit):  # those are asked for by the experts that they are
+                linear.forward = _forward(linear)
         block.unbind(stream.device)
 
 

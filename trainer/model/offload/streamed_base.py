@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.model.adapters import decoder_linears
+from trainer.model.experts import stacks
 from trainer.model.loading import base as load
 from trainer.model.loading.assemble import Fill, assemble, at_random
 from trainer.model.model_settings import Weights
@@ -75,7 +76,7 @@ class _Sending:
     def finish(self, base: PreTrainedModel) -> list[StreamedBlock]:
         """Sends the block that is complete now; returns all."""
         if self._filling is not None:
-            inside = [name for name in decoder_linears(base) if name.startswith(f"{self._filling}.")]
+            inside = [name for name in [*decoder_linears(base), *stacks(base)] if name.startswith(f"{self._filling}.")]
             block = streamed_block(len(self.blocks), {name: base.get_submodule(name) for name in inside})
             self.source.put(block)
             block.unbind(self.device)
