@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+
 import peft
 import pytest
 import torch
 from peft.utils.integrations import dequantize_module_weight
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.factories import FP32, gradients, largest_difference, option, packed_batch, random_tokens
+from tests.support import train_here
 from trainer.config.compose import compose
 from trainer.errors import ModelError
 from trainer.memory.predict.planner import Planner
@@ -204,3 +208,25 @@ def test_what_would_stay_in_16_bits_is_refused_by_name():
     own = skeleton(AutoConfig.for_model("dbrx", d_model=64, n_heads=4, n_layers=1, vocab_size=300))
     with pytest.raises(ModelError, match="dbrx.*way of their own"):
         option("quant", "nf4").check_experts(own)
+
+
+@pytest.mark.slow
+def test_a_run_streams_and_resumes_bit_for_bit(base_overrides, tmp_path):
+    added = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    words = [*base_overrides, "quant=nf4", "model.weights=random", "model.architecture.model_type=qwen3_moe"]
+    words += [f"+model.architecture.{key}={value}" for key, value in added.items()]
+    words += ["model.architecture.num_hidden_layers=5", f"adapter.target_parameters=[{','.join(EXPERTS)}]"]
+    words += ["train.max_steps=4", "train.save_every=2", "train.keep_checkpoints=9"]
+    train_here(words, tmp_path / "resident")
+    train_here([*words, "offload=base_cpu"], tmp_path / "streamed")
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "resident", stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000004")
+    (stopped / "checkpoints" / "last").write_text("step-00000002\n")
+    (stopped / "summary.json").unlink()
+    shutil.rmtree(stopped / "adapter")
+    train_here(words, stopped)
+    expected = load_file(tmp_path / "resident" / "adapter" / "adapter_model.safetensors")
+    for other in ("streamed", "stopped"):
+        found = load_file(tmp_path / other / "adapter" / "adapter_model.safetensors")
+        assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
