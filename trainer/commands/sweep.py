@@ -10,7 +10,7 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -53,6 +53,7 @@ def run_sweep(planned: Planned, enter_hydra: Callable[[Callable[[DictConfig], fl
     total, varied = planned.num_trials, _varied(planned)
     screen.say(f"sweep of {total} trials in {folder.path}", style="bold")
     job = _job(folder.path, search, total, varied, OWN.words())
+    _pickle_by_value(OWN.module_of)
     words = ["--multirun", f"hydra.sweep.dir={quoted(folder.path)}", *planned.words]
     words += ["hydra/sweeper=trainer_search"] if search.draws else []
     try:
@@ -65,6 +66,14 @@ def run_sweep(planned: Planned, enter_hydra: Callable[[Callable[[DictConfig], fl
     finally:
         folder.close()
     return _end(planned, folder, screen, varied)
+
+
+def _pickle_by_value(classes: Iterable[type]) -> None:
+    """A launcher's own process gets the options that Hydra knows as pickles, and has no module of the user's."""
+    for module in {cls.__module__ for cls in classes}:
+        import cloudpickle  # submitit's
+
+        cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
 def _job(
