@@ -49,7 +49,8 @@ def written_config(architecture: Mapping[str, Any]) -> PretrainedConfig:
             f"{closest(str(model_type), CONFIG_MAPPING.keys())}."
         )
     defaults = AutoConfig.for_model(model_type)
-    known = defaults.to_dict()
+    # Fields also go by their published names, and head_dim is read wherever it is set (Qwen3-MoE does not list it).
+    known = {*defaults.to_dict(), *defaults.attribute_map, "head_dim"}
     unknown = [key for key in fields if key not in known]
     if unknown:
         hints = ", ".join(f"{key}{closest(key, known)}" for key in unknown)
