@@ -26,6 +26,8 @@ TECHNIQUES = {
     "optim=muon": ["adapter=none", "quant=none"],
     "optim=galore_adamw": ["adapter=none", "quant=none", "optim.rank=8", "optim.update_interval=2"],
     "optim=adamw_schedule_free": ["quant=none"],
+    "train.neftune_alpha=5": ["train.label_smoothing=0.1", "train.skip_outliers=6", "quant=none"],
+    "model.rope_scaling=yarn": ["model.rope_factor=4", "data.max_length=2048", "train.micro_batch_tokens=2048"],
     "adapter=rslora": [],
     "adapter=dora": ["quant=nf4"],
     "adapter=lora_plus": ["quant=nf4", "optim=adamw_8bit"],
@@ -36,7 +38,7 @@ TECHNIQUES = {
 }
 
 
-SAMPLE = ("optim=lion_8bit", "optim=muon", "optim=galore_adamw", "adapter=pissa", "adapter=ia3")
+SAMPLE = ("optim=lion_8bit", "optim=muon", "optim=galore_adamw", "adapter=pissa", "train.neftune_alpha=5")
 """Those that CI runs; the others are slow tests."""
 CASES = [
     pytest.param(choice, more, id=choice, marks=() if choice in SAMPLE else pytest.mark.slow)

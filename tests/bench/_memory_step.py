@@ -19,8 +19,10 @@ from trainer.memory.predict.profile import Shape
 from trainer.model import attention
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base, load_config
+from trainer.model.neftune import add_noise
 from trainer.model.new_tokens import grow, planned_ids
 from trainer.model.roles import mark_tables
+from trainer.training.losses import training_loss
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -51,6 +53,7 @@ def training(config: Config, shape: Shape) -> Training:
     adapted = config.adapter.attach(base, new_ids)
     mark_tables(adapted)
     tile(base, config.model.mlp_tiles)
+    add_noise(base, config.train.neftune_alpha)
     config.checkpointing.apply(base)
     base.train()
     parameters = [p for p in adapted.parameters() if p.requires_grad]
@@ -59,7 +62,7 @@ def training(config: Config, shape: Shape) -> Training:
 
     def forward() -> torch.Tensor:
         with dtypes.autocast():
-            return config.loss.sum(base, batch) / shape.num_targets
+            return training_loss(config.loss, config.train.label_smoothing).sum(base, batch) / shape.num_targets
 
     def step() -> None:
         for _ in range(config.train.accumulation_steps):

@@ -21,6 +21,8 @@ from trainer.data.batches.prefetch import PrefetchingSteps
 from trainer.device.measure import Memory
 from trainer.model.attention import PACKED
 from trainer.training.loop import Loop, train
+from trainer.training.loss_scaling import LossScaling
+from trainer.training.outliers import Outliers
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import count_arithmetic
 
@@ -56,6 +58,8 @@ def main() -> None:
                 recomputed=0.0,
                 memory=memory,
                 max_grad_norm=1.0,
+                outliers=Outliers(None),
+                scaling=LossScaling(torch.float32),
                 peak_learning_rate=1e-4,
             )
             began = time.process_time()

@@ -47,6 +47,6 @@ def test_what_the_cpu_says_is_what_the_kernel_says():
 def test_a_gpu_without_bf16_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
-    with pytest.raises(ConfigError, match="precision=bf16: an old card has no bf16 arithmetic. Use precision=fp32."):
+    with pytest.raises(ConfigError, match="precision=bf16: an old card has no bf16 arithmetic. Use precision=fp16."):
         option("precision", "bf16").build(torch.device("cuda"))
-    assert option("precision", "auto").build(torch.device("cuda")).compute is torch.float32
+    assert option("precision", "auto").build(torch.device("cuda")).compute is torch.float16

@@ -23,7 +23,9 @@ from trainer.errors import NonFiniteError
 from trainer.model.attention import PACKED
 from trainer.training.checkpoint import load_state
 from trainer.training.loop import Loop, train
+from trainer.training.loss_scaling import LossScaling
 from trainer.training.losses import Full
+from trainer.training.outliers import Outliers
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import count_arithmetic
 
@@ -78,6 +80,8 @@ def run_loop(tokens, overrides, optimizer=None, spoil=None, loss=None) -> Trace:
         recomputed=0.0,
         memory=Memory(torch.device("cpu")),
         max_grad_norm=config.train.max_grad_norm,
+        outliers=Outliers(config.train.skip_outliers),
+        scaling=LossScaling(torch.float32),
         peak_learning_rate=config.optim.learning_rate,
     )
     train(loop, State(), rng_state(torch.device("cpu")), after_step, lambda: None)

@@ -26,7 +26,7 @@ from trainer.model.attention import PACKED
 from trainer.training import losses
 from trainer.training.frozen_head import frozen_head_sum
 from trainer.training.logits import LogitMap
-from trainer.training.losses import Chunked, Full
+from trainer.training.losses import Chunked, Full, training_loss
 
 TOKENS = random_tokens([9, 30, 4, 17])
 CHUNKS = [1, 7, 1000]
@@ -212,3 +212,38 @@ def test_a_gpu_kernel_asked_for_by_name_is_refused_where_it_cannot_run(name, mon
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(ModelError, match=f"loss={name}: the output head is a Sequential"):
         loss.sum(model, packed_batch(TOKENS))
+
+
+@pytest.mark.parametrize("trained", ["blocks", "head", "head with a bias"])
+@pytest.mark.parametrize("cap", [None, 5.0], ids=["plain", "capped"])
+def test_smoothed_labels_are_torchs(path, trained, cap):
+    smoothing = 0.2
+    model = llama("sdpa")
+    model.config.final_logit_softcapping = cap  # the model's own forward does not know it: Chunked alone does
+    if trained == "head with a bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(model.lm_head.out_features))
+    model.requires_grad_(False)
+    model.model.layers.requires_grad_(True)
+    model.lm_head.requires_grad_(trained != "blocks")
+    batch = padded_batch(TOKENS)
+    total = Chunked(5).sum(model, batch, smoothing)
+    total.backward()
+    ours = gradients(model)
+    model.zero_grad()
+    logits = LogitMap(cap=cap)(model(**batch.inputs()).logits)
+    labels = batch.labels.flatten()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum", label_smoothing=smoothing)
+    expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    scale = max(g.abs().max().item() for g in ours.values())
+    assert largest_difference(ours, gradients(model)) <= 2e-6 * max(1.0, scale)
+    if cap is None:
+        assert Full().sum(model, batch, smoothing).item() == pytest.approx(expected.item(), rel=1e-6)
+        assert abs(Full().sum(model, batch).item() - expected.item()) > 1
+
+
+def test_a_run_trains_on_smoothed_labels_and_evaluates_on_whole_ones():
+    model, batch = llama("sdpa"), padded_batch(TOKENS)
+    assert training_loss(Full(), 0.0) == Full()
+    smoothed = training_loss(Chunked(5), 0.3).sum(model, batch)
+    assert smoothed.item() == pytest.approx(Full().sum(model, batch, 0.3).item(), rel=1e-6)

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from tests.factories import llama, option, options
+from trainer.config.compose import compose
+from trainer.errors import ModelError
 from trainer.model.roles import mark_tables, set_rate_ratio
 from trainer.training.optimizer_state import flat
+from trainer.training.optimizers.optim import RATE_RATIO
 
 OPTIONS = options("optim")
 ADAMW = [name for name in OPTIONS if "adamw" in name and "galore" not in name and "schedule_free" not in name]
@@ -252,3 +255,27 @@ def test_parameters_of_another_rate_are_groups_of_their_own():
     optimizer = build("adamw", params, weight_decay=0.5)
     found = {(len(g["params"]), g["weight_decay"], g["rate_ratio"]) for g in optimizer.param_groups}
     assert found == {(1, 0.5, 1.0), (1, 0.0, 1.0), (1, 0.5, 16.0)}
+
+
+def test_embeddings_learn_at_their_own_rate_and_what_decays_is_asked_for():
+    model = llama("sdpa")
+    mark_tables(model)
+    parameters = dict(model.named_parameters())
+    adamw = option("optim", "adamw", weight_decay=0.1, learning_rate=1e-3)
+
+    def decayed(kind):
+        train = compose([f"train.weight_decay_on={kind}", "train.embedding_learning_rate=2e-4"]).config.train
+        train.group(parameters.values(), 1e-3)
+        groups = adamw.groups(list(parameters.values()))
+        names = {id(p): name for name, p in parameters.items()}
+        assert {names[id(p)] for g in groups if g[RATE_RATIO] == 0.2 for p in g["params"]} == tables
+        return {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    matrices = {name for name, p in parameters.items() if p.ndim == 2}
+    assert decayed("matrices") == matrices
+    assert decayed("hidden") == matrices - tables
+    assert decayed("all") == set(parameters)
+    with pytest.raises(ModelError, match="neither embeddings nor head train here"):
+        own_rate = compose(["train.embedding_learning_rate=2e-4"]).config.train
+        own_rate.group([torch.nn.Parameter(torch.ones(2, 2))], 1e-3)

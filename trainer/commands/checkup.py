@@ -97,9 +97,7 @@ def gpus() -> Iterator[Finding]:
         if bf16:
             yield Finding(f"GPU {index} bf16", OK, "yes: precision=auto picks bf16")
         else:
-            yield Finding(
-                f"GPU {index} bf16", WARN, "no", "precision=auto picks fp32: twice the memory of unquantised weights"
-            )
+            yield Finding(f"GPU {index} bf16", WARN, "no", "precision=auto picks fp16, with a loss scale that adapts")
 
 
 def quantisation() -> Iterator[Finding]:

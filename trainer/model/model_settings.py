@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
+from trainer.ranges import Range
 from trainer.registry import Section, option
 
+AT_LEAST_ONE = Range(lambda v: 1 <= v <= 1000, "must be from 1 to 1000")
 MOST_BLOCKS = 1000
 """Transformers of 1,000 layers have been trained (Wang et al. 2022, DeepNet); building each takes milliseconds."""
 LARGEST = {
@@ -40,6 +42,13 @@ class Weights(Enum):
     random = "random"
 
 
+class RopeScaling(Enum):
+    none = "none"
+    linear = "linear"
+    dynamic = "dynamic"
+    yarn = "yarn"
+
+
 @option("model", "causal_lm")
 @dataclass
 class Model(Section):
@@ -58,6 +67,12 @@ class Model(Section):
     mlp_tiles: Any
     """pieces of a row that the MLP of each block runs over one after the other, for very long rows: a number, or auto
     for pieces as long as the hidden size is wide; equal gradients but for the order of their sums"""
+    rope_scaling: RopeScaling
+    """rotary positions for a longer context: linear (divided by the factor, Chen et al. 2023), yarn (Peng et al. 2023),
+    or dynamic (a base that grows with the length; training stays within the model's own length). The base is another
+    one with it: merge the result, or set the same in the config.json of the base that the adapter is loaded on"""
+    rope_factor: Annotated[float, AT_LEAST_ONE]
+    """how many times longer than max_position_embeddings the context becomes"""
     weights: Weights
     """random builds the architecture below and downloads nothing"""
     architecture: dict[str, Any]
@@ -74,6 +89,11 @@ class Model(Section):
             problems.append(
                 f"model.trust_remote_code=true runs code from model.path, so model.revision={revision} must be a "
                 "commit (40 characters): the code that you have read, and no later one"
+            )
+        if (self.rope_scaling is RopeScaling.none) != (self.rope_factor == 1):
+            problems.append(
+                f"model.rope_scaling={self.rope_scaling.name} with model.rope_factor={self.rope_factor:g}: a factor "
+                "above 1 and its kind go together, such as model.rope_scaling=yarn model.rope_factor=4"
             )
         if self.quantized_cache:
             problems += self._cache_problems(config)

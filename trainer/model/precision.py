@@ -69,21 +69,35 @@ class BF16(Precision):
 
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ConfigError(
-                f"precision=bf16: {torch.cuda.get_device_name(device)} has no bf16 arithmetic. Use precision=fp32."
+                f"precision=bf16: {torch.cuda.get_device_name(device)} has no bf16 arithmetic. Use precision=fp16."
             )
         return Dtypes(torch.bfloat16, device.type)
+
+
+@option("precision", "fp16")
+@dataclass
+class FP16(Precision):
+    """float16 weights and arithmetic under autocast; the loop scales the loss (training/loss_scaling.py)."""
+
+    def build(self, device):
+        import torch
+
+        return Dtypes(torch.float16, device.type)
 
 
 @option("precision", "auto")
 @dataclass
 class Auto(Precision):
-    """bf16 where the device has instructions for it, fp32 elsewhere: the same answer at every start of a run."""
+    """bf16 where the device has instructions for it; elsewhere fp16 on a card and fp32 on a CPU: the same answer at
+    every start of a run."""
 
     def build(self, device):
         import torch
 
-        supported = cpu_has_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
-        return Dtypes(torch.bfloat16 if supported else torch.float32, device.type)
+        if device.type == "cpu":
+            return Dtypes(torch.bfloat16 if cpu_has_bf16() else torch.float32, device.type)
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Dtypes(torch.bfloat16 if supported else torch.float16, device.type)
 
     def planned(self, device_type):
         import torch

@@ -21,6 +21,7 @@ from trainer.model.adapters import Adapter
 from trainer.model.adapters.weight_share import WeightShare
 from trainer.model.fused.tiles import tile
 from trainer.model.loading.base import load_base
+from trainer.model.neftune import add_noise
 from trainer.model.new_tokens import grow
 from trainer.model.offload.activations import Mover
 from trainer.model.offload.block_stream import BlockStream
@@ -29,6 +30,9 @@ from trainer.model.roles import mark_tables
 from trainer.run.clock import Clock
 from trainer.run.prepare import Prepared
 from trainer.training.loop import Loop
+from trainer.training.loss_scaling import LossScaling
+from trainer.training.losses import training_loss
+from trainer.training.outliers import Outliers
 from trainer.training.packing_probe import check_packing
 from trainer.training.throughput import count_arithmetic
 from trainer.training.weights import load_trainable, total_parameters
@@ -85,6 +89,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         torch.manual_seed(config.seed)
         adapted = _adapt(config, prepared, base, weight_share)
         parameters = [p for p in adapted.parameters() if p.requires_grad]
+        config.train.group(parameters, config.optim.learning_rate)
         optimizer = config.optim.build(parameters)
     memory.at("adapter attached")
     trainable, total = total_parameters(adapted)
@@ -94,7 +99,7 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         parameters=parameters,
         optimizer=optimizer,
         schedule=config.schedule,
-        loss=config.loss,
+        loss=training_loss(config.loss, config.train.label_smoothing),
         steps=prepared.steps,
         dtypes=dtypes,
         accelerator=config.engine.build(cpu=device.type == "cpu"),
@@ -102,6 +107,8 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
         recomputed=prepared.plan.recomputed,
         memory=memory,
         max_grad_norm=config.train.max_grad_norm,
+        outliers=Outliers(config.train.skip_outliers),
+        scaling=LossScaling(dtypes.compute),
         peak_learning_rate=config.optim.learning_rate,
     )
     _check(config, prepared, loop, clock)
@@ -138,6 +145,7 @@ def _adapt(
     if weight_share is not None:
         weight_share.put(adapted)
     tile(base, config.model.mlp_tiles)
+    add_noise(base, config.train.neftune_alpha)
     prepared.plan.policy.apply(base)
     config.kernels.install(base)
     return adapted

@@ -101,6 +101,8 @@ class Journal:
             "num_tokens": state.num_tokens,
             "num_targets": state.num_targets,
             "skipped_steps": state.skipped_steps,
+            "outlier_steps": state.outlier_steps,
+            "stopped_early": state.stopped,
             "final_loss": state.last_loss,
             "first_eval_loss": state.first_eval_loss,
             "eval_loss": state.eval_loss,

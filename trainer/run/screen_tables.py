@@ -110,8 +110,9 @@ def end_table(
     report: str | None,
 ) -> None:
     """What came out; `report`: name of the page, where there is one."""
+    early = " (stopped early)" if summary["stopped_early"] else ""
     rows = [
-        ("steps", f"{summary['steps']}, {summary['num_tokens']:,} tokens"),
+        ("steps", f"{summary['steps']}{early}, {summary['num_tokens']:,} tokens"),
         ("training loss", _loss(summary["final_loss"])),
     ]
     if summary["eval_loss"] is not None:
@@ -124,6 +125,8 @@ def end_table(
         )
     if summary["skipped_steps"]:
         rows.append(("skipped steps", str(summary["skipped_steps"])))
+    if summary["outlier_steps"]:
+        rows.append(("outliers skipped", f"{summary['outlier_steps']} steps"))
     rows += [
         ("speed", f"{summary['tokens_per_second']:,.0f} tokens/s"),
         (

@@ -33,6 +33,7 @@ from trainer.tracking.console import Screen, quiet_libraries
 from trainer.tracking.run_folder import DATA_REPORT, RunFolder
 from trainer.training.checkpoint import Checkpoints
 from trainer.training.deterministic import deterministic_kernels
+from trainer.training.early_stopping import EarlyStopping
 from trainer.training.evaluate import Evaluation, evaluate
 from trainer.training.interrupts import Interrupts
 from trainer.training.loop import train
@@ -145,7 +146,7 @@ def _train(
 
         def held_out_loss(batches: Iterable[MicroBatch]) -> Evaluation:
             with config.optim.evaluating(loop.optimizer):
-                return evaluate(loop.model, loop.loss, batches, loop.dtypes, interrupts.check)
+                return evaluate(loop.model, config.loss, batches, loop.dtypes, interrupts.check)
 
         watch = Watch(
             train=config.train,
@@ -155,6 +156,7 @@ def _train(
             bar=bar,
             matmul_flops=journal.matmul_flops,
             held_out=retreat.held_out,
+            stopping=EarlyStopping(config.train.early_stopping_patience, config.train.early_stopping_metric),
             evaluate=held_out_loss,
             ask=asking(run, sampler, ready),
             save=save,

@@ -36,6 +36,8 @@ SUMMARY = (
     "num_tokens",
     "num_targets",
     "skipped_steps",
+    "outlier_steps",
+    "stopped_early",
     "final_loss",
     "first_eval_loss",
     "eval_loss",

@@ -28,16 +28,20 @@ def frozen_head_sum(
     mapped: LogitMap,
     rows: torch.Tensor | None = None,  # (k, H), fp32
     ids: Sequence[int] = (),
+    smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Scalar fp32. Softmax and sums are in fp32; `weight` and `bias` get no gradient. Rows, if there are any, stand in
-    the places `ids` of the weight, and their gradient is summed in fp32."""
+    the places `ids` of the weight, and their gradient is summed in fp32.
+
+    With `smoothing` s a target's logit weighs 1 - s, and every logit s / V more (Szegedy et al. 2016, section 7).
+    """
     places = None if rows is None else torch.tensor(list(ids), device=rows.device)
-    return _FrozenHeadSum.apply(hidden, weight, bias, labels, chunk_tokens, mapped, rows, places)
+    return _FrozenHeadSum.apply(hidden, weight, bias, labels, chunk_tokens, mapped, rows, places, smoothing)
 
 
 class _FrozenHeadSum(Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, chunk_tokens, mapped, rows, places):
+    def forward(ctx, hidden, weight, bias, labels, chunk_tokens, mapped, rows, places, smoothing):
         total = hidden.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         rows_gradient = torch.zeros_like(rows) if ctx.needs_input_grad[6] else None
@@ -45,11 +49,16 @@ class _FrozenHeadSum(Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in pieces(range(0, len(hidden), chunk_tokens)):
                 chunk = slice(begin, begin + chunk_tokens)
-                loss, probabilities, slope = _chunk(hidden[chunk], weight, bias, labels[chunk, None], mapped, new)
+                loss, probabilities, slope = _chunk(
+                    hidden[chunk], weight, bias, labels[chunk, None], mapped, new, smoothing
+                )
                 total += loss
                 if gradient is not None or rows_gradient is not None:
                     # d loss / d logits = softmax - one hot: in fp32, before it is rounded to the head's dtype.
-                    probabilities.scatter_add_(1, labels[chunk, None], -torch.ones_like(probabilities[:, :1]))
+                    whole = torch.full_like(probabilities[:, :1], smoothing - 1)
+                    probabilities.scatter_add_(1, labels[chunk, None], whole)
+                    if smoothing:
+                        probabilities.sub_(smoothing / len(weight))
                     if slope is not None:
                         probabilities.mul_(slope)
                     if rows_gradient is not None:
@@ -66,7 +75,7 @@ class _FrozenHeadSum(Function):
     @staticmethod
     def backward(ctx, grad):
         gradient, rows_gradient = (None if made is None else made * grad for made in ctx.saved_tensors)
-        return gradient, None, None, None, None, None, rows_gradient, None
+        return gradient, None, None, None, None, None, rows_gradient, None, None
 
 
 def _into_hidden(slopes, weight, new, out) -> None:
@@ -80,7 +89,9 @@ def _into_hidden(slopes, weight, new, out) -> None:
         out.addmm_(own, new[0])
 
 
-def _chunk(hidden, weight, bias, labels, mapped, new) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _chunk(
+    hidden, weight, bias, labels, mapped, new, smoothing
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Summed loss; the softmax of the logits (n, V), fp32, in the only buffer that there is of them in fp32; and, of
     capped logits, what the cap leaves of their slope (n, V): 1 - (logit / cap)^2."""
     logits = F.linear(hidden, weight, bias)
@@ -92,6 +103,8 @@ def _chunk(hidden, weight, bias, labels, mapped, new) -> tuple[torch.Tensor, tor
     slope = None if mapped.cap is None else logits.div(mapped.cap).square_().neg_().add_(1)
     highest = logits.amax(1, keepdim=True)  # (n, 1)
     chosen = logits.gather(1, labels)
+    if smoothing:
+        chosen = chosen.lerp(logits.mean(1, keepdim=True), smoothing)
     probabilities = logits.sub_(highest).exp_()
     normaliser = probabilities.sum(1, keepdim=True)
     loss = (normaliser.log() + highest - chosen).sum()

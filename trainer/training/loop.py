@@ -14,8 +14,10 @@ from trainer.data.batches.loader import TrainingSteps
 from trainer.device.measure import Memory
 from trainer.errors import NonFiniteError
 from trainer.model.precision import Dtypes
-from trainer.training.losses import Loss
+from trainer.training.loss_scaling import LossScaling
+from trainer.training.losses import Loss, Smoothed
 from trainer.training.optimizers.optim import RATE_RATIO
+from trainer.training.outliers import Outliers
 from trainer.training.schedules import Schedule
 from trainer.training.state import State, rng_state
 from trainer.training.throughput import Arithmetic
@@ -40,7 +42,7 @@ class Loop:
     """trainable ones"""
     optimizer: torch.optim.Optimizer
     schedule: Schedule
-    loss: Loss
+    loss: Loss | Smoothed
     steps: TrainingSteps | StreamedSteps
     dtypes: Dtypes
     accelerator: Accelerator
@@ -49,6 +51,8 @@ class Loop:
     """share of the blocks' forward that runs again in backward"""
     memory: Memory
     max_grad_norm: float | None
+    outliers: Outliers
+    scaling: LossScaling
     peak_learning_rate: float
 
     def learning_rate(self, step: int) -> float:
@@ -64,7 +68,8 @@ def train(
     check_interrupt: Callable[[], None],
     last: int | None = None,
 ) -> None:
-    """Runs from `state.step` to the step `last`, or to the run's last step.
+    """Runs from `state.step` to the step `last`, or to the run's last step, or to the one after which `state.stopped`
+    is set.
 
     `after_step(state, grad_norm)` is called after every step, and once before the first: it logs, evaluates and
     saves, and cannot change gradients. `rng` always holds the generators' states after the last whole step, so that
@@ -75,7 +80,7 @@ def train(
     loop.model.train()
     while True:
         after_step(state, grad_norm)
-        if state.step in (last, loop.steps.num_steps):
+        if state.stopped or state.step in (last, loop.steps.num_steps):
             return
 
         started = time.perf_counter()
@@ -87,6 +92,7 @@ def train(
         micro_batches = loop.steps.step(step)
         # The loss is the mean over the targets of the whole step: one divisor for all its micro-batches.
         num_targets = sum(batch.num_targets for batch in micro_batches)
+        divisor = num_targets / loop.scaling.scale(state)
         step_loss = torch.zeros((), dtype=torch.float32, device=device)
         flops = step_flops = 0.0
         for position, batch in enumerate(micro_batches):
@@ -98,19 +104,23 @@ def train(
             with loop.dtypes.autocast():
                 micro_loss = loop.loss.sum(loop.model, batch.to(device))
             loop.memory.at("first forward")
-            loop.accelerator.backward(micro_loss / num_targets)
+            loop.accelerator.backward(micro_loss / divisor)
             loop.memory.at("first backward")
             step_loss += micro_loss.detach()
             del micro_loss  # and its graph with it: else the next micro-batch's forward pass runs beside it
 
+        loop.scaling.unscale(loop.parameters, state)
         norm = (
             torch.nn.utils.get_total_norm([p.grad for p in loop.parameters if p.grad is not None])
             if loop.max_grad_norm is None
             else torch.nn.utils.clip_grad_norm_(loop.parameters, loop.max_grad_norm)
         )
         grad_norm = norm.item()  # the one device read of a step
+        mends = loop.scaling.update(state, math.isfinite(grad_norm))
         loop.memory.expect(("optimizer", stepped))
-        if math.isfinite(grad_norm):
+        if loop.outliers.found(grad_norm, state.grad_norms):
+            state.outlier_steps += 1
+        elif math.isfinite(grad_norm):
             loop.optimizer.step()
             stepped = True
             loop.memory.at("first step")
@@ -118,7 +128,7 @@ def train(
         else:
             # Skipped whole: under AdamW even a zero gradient would move the weights.
             state.skipped_steps += 1
-            state.skipped_in_a_row += 1
+            state.skipped_in_a_row = 0 if mends else state.skipped_in_a_row + 1
             if state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 raise NonFiniteError(
                     f"the gradient norm was {grad_norm} in {MAX_SKIPPED_IN_A_ROW} steps in a row (up to step {step}, "
@@ -133,6 +143,7 @@ def train(
         state.num_tokens += num_tokens
         state.num_targets += num_targets
         state.seconds += seconds
+        loop.outliers.remember(grad_norm, state.grad_norms)
         state.window.loss_sum = state.window.loss_sum + step_loss
         state.window.num_tokens += num_tokens
         state.window.num_targets += num_targets

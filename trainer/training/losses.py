@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from trainer.errors import ConfigError, ModelError
 from trainer.ranges import AT_LEAST_1
-from trainer.registry import Section, option
+from trainer.registry import Section, name_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +40,38 @@ class Loss(Section, ABC):
         """How many of a micro-batch's tokens the head multiplies at once."""
         return rows
 
+    smooths: ClassVar[bool] = True
+    """whether it knows label smoothing"""
+
+    def problems(self, config):
+        if config.train.label_smoothing == 0 or self.smooths:
+            return []
+        name = name_of("loss", self)
+        return [f"train.label_smoothing: loss={name} cannot smooth labels in its kernel. Use loss=chunked"]
+
     @abstractmethod
+    def sum(self, model: PreTrainedModel, batch: MicroBatch, smoothing: float = 0.0) -> torch.Tensor:
+        """Scalar fp32: the summed cross-entropy of the batch's targets.
+
+        `smoothing`: the share of each target's probability that all tokens of the vocabulary have in equal parts
+        (Szegedy et al. 2016, section 7).
+        """
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """What a run with label smoothing trains on; its evaluations are of the loss itself."""
+
+    loss: Loss
+    smoothing: float
+
     def sum(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
-        """Scalar fp32: the summed cross-entropy of the batch's targets."""
+        return self.loss.sum(model, batch, self.smoothing)
+
+
+def training_loss(loss: Loss, smoothing: float) -> Loss | Smoothed:
+    """What the loop adds up and differentiates."""
+    return loss if smoothing == 0 else Smoothed(loss, smoothing)
 
 
 @option("loss", "full")
@@ -52,12 +81,16 @@ class Full(Loss):
 
     costs = "logits of every token: the reference"
 
-    def sum(self, model, batch):
+    def sum(self, model, batch, smoothing=0.0):
         import torch
 
         logits = model(**batch.inputs()).logits  # (B, T, V)
         return torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=-100, reduction="sum"
+            logits.flatten(0, 1).float(),
+            batch.labels.flatten(),
+            ignore_index=-100,
+            reduction="sum",
+            label_smoothing=smoothing,
         )
 
 
@@ -70,17 +103,22 @@ class TargetsOnly(Loss):
 
         check_logit_map(model)
 
-    def sum(self, model, batch):
+    def sum(self, model, batch, smoothing=0.0):
         from trainer.training.logits import logit_map
 
         hidden = model.get_decoder()(**batch.inputs()).last_hidden_state  # (B, T, H)
         hidden = hidden.flatten(0, 1)[batch.target_index]  # (N, H)
         labels = batch.labels.flatten()[batch.target_index]  # (N,)
-        return self.head_sum(model.get_output_embeddings(), hidden, labels, logit_map(model.config))
+        return self.head_sum(model.get_output_embeddings(), hidden, labels, logit_map(model.config), smoothing)
 
     @abstractmethod
     def head_sum(
-        self, head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor, mapped: LogitMap
+        self,
+        head: torch.nn.Module,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        mapped: LogitMap,
+        smoothing: float,
     ) -> torch.Tensor:
         """Summed cross-entropy of labels (N,) under mapped(head(hidden)) for hidden (N, H)."""
 
@@ -96,7 +134,7 @@ class Chunked(TargetsOnly):
     def head_rows(self, rows):
         return min(rows, self.chunk_tokens)
 
-    def head_sum(self, head, hidden, labels, mapped):
+    def head_sum(self, head, hidden, labels, mapped, smoothing):
         import torch
         from torch.nn import functional as F
         from torch.utils.checkpoint import checkpoint
@@ -108,10 +146,12 @@ class Chunked(TargetsOnly):
         table = head if new is None else new.table
         if type(table) is torch.nn.Linear and not any(p.requires_grad for p in table.parameters()):
             what = (hidden.to(table.weight.dtype), table.weight, table.bias, labels, self.chunk_tokens, mapped)
-            return frozen_head_sum(*what) if new is None else frozen_head_sum(*what, new.rows, new.ids)
+            own = () if new is None else (new.rows, new.ids)
+            return frozen_head_sum(*what, *own, smoothing=smoothing)
 
-        if type(head) is torch.nn.Linear and mapped.plain and hasattr(F, "linear_cross_entropy"):
-            # torch >= 2.13. It fails on mixed dtypes, also under autocast, and its own sum is off in bf16:
+        if type(head) is torch.nn.Linear and mapped.plain and not smoothing and hasattr(F, "linear_cross_entropy"):
+            # torch >= 2.13; smoothed labels it does not take in chunks. It fails on mixed dtypes, also under autocast,
+            # and its own sum is off in bf16:
             # cast the hidden states, take each token's loss, sum in fp32.
             losses = F.linear_cross_entropy(
                 hidden.to(head.weight.dtype),
@@ -125,7 +165,7 @@ class Chunked(TargetsOnly):
             return losses.float().sum()
 
         def chunk_sum(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(mapped(head(h).float()), y, reduction="sum")
+            return F.cross_entropy(mapped(head(h).float()), y, reduction="sum", label_smoothing=smoothing)
 
         total = hidden.new_zeros((), dtype=torch.float32)
         for h, y in zip(hidden.split(self.chunk_tokens), labels.split(self.chunk_tokens), strict=True):
@@ -145,7 +185,7 @@ class GpuKernel(TargetsOnly):
                 f"loss={self.name}: the package {self.package} is not installed. Install it, or use loss=chunked."
             )
 
-    def head_sum(self, head, hidden, labels, mapped):
+    def head_sum(self, head, hidden, labels, mapped, smoothing):
         import torch
 
         if type(head) is not torch.nn.Linear:
@@ -156,7 +196,7 @@ class GpuKernel(TargetsOnly):
         bias = head.bias
         if mapped.scale != 1.0:  # the kernels know no scale; of a linear head it can be the input's
             hidden, bias = hidden * mapped.scale, None if bias is None else bias * mapped.scale
-        return self.kernel_sum(hidden.to(head.weight.dtype), head.weight, bias, labels, mapped.cap)
+        return self.kernel_sum(hidden.to(head.weight.dtype), head.weight, bias, labels, mapped.cap, smoothing)
 
     @abstractmethod
     def kernel_sum(
@@ -166,6 +206,7 @@ class GpuKernel(TargetsOnly):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         cap: float | None,
+        smoothing: float,
     ) -> torch.Tensor:
         """The sum for hidden states (N, H) in the dtype of weight (V, H); cap as LogitMap's."""
 
@@ -177,10 +218,11 @@ class LigerLoss(GpuKernel):
 
     name, module, package = "liger", "liger_kernel", "liger-kernel"
 
-    def kernel_sum(self, hidden, weight, bias, labels, cap):
+    def kernel_sum(self, hidden, weight, bias, labels, cap, smoothing):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        return LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=cap)(weight, hidden, labels, bias).float()
+        summed = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=cap, label_smoothing=smoothing)
+        return summed(weight, hidden, labels, bias).float()
 
 
 @option("loss", "cut_cross_entropy")
@@ -189,8 +231,9 @@ class CutCrossEntropy(GpuKernel):
     """Apple's Cut Cross-Entropy (Wijmans et al. 2024): logits never leave the kernel."""
 
     name, module, package = "cut_cross_entropy", "cut_cross_entropy", "cut-cross-entropy"
+    smooths = False
 
-    def kernel_sum(self, hidden, weight, bias, labels, cap):
+    def kernel_sum(self, hidden, weight, bias, labels, cap, smoothing):
         from cut_cross_entropy import linear_cross_entropy
 
         if bias is not None:

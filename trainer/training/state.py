@@ -37,6 +37,14 @@ class State:
     """highest allocated bytes so far"""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    loss_scale: float = 65536.0
+    """of the next step, where fp16 needs one"""
+    scaled_steps: int = 0
+    """finite ones since it changed"""
+    outlier_steps: int = 0
+    """skipped because their gradient norm was one"""
+    grad_norms: list = field(default_factory=list)
+    """of the last steps, floats, where outliers are looked for"""
     window: Window = field(default_factory=Window)
     logged_step: int = 0
     evaluated_step: int | None = None
@@ -46,6 +54,12 @@ class State:
     """lowest after at least one step"""
     best_step: int | None = None
     last_loss: float | None = None
+    stopping_best: float | None = None
+    """lowest value of early stopping's metric"""
+    stale_evaluations: int = 0
+    """evaluations since then"""
+    stopped: bool = False
+    """before the last step"""
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.batches.batch import MicroBatch
 from trainer.tracking.console import Bar
+from trainer.training.early_stopping import EarlyStopping
 from trainer.training.evaluate import Evaluation
 from trainer.training.loop import Loop
 from trainer.training.state import State, Window
@@ -32,6 +33,7 @@ class Watch:
     matmul_flops: float
     """operations a second that this device reaches in matrix products; MFU is the share of them"""
     held_out: Callable[[], Iterable[MicroBatch]] | None
+    stopping: EarlyStopping
     evaluate: Callable[[Iterable[MicroBatch]], Evaluation]
     ask: Callable[[], list[dict[str, str]]] | None
     """asks the prompts of train.samples; gives each with its answer"""
@@ -39,16 +41,13 @@ class Watch:
     amend: Callable[[State], Any]
     saved: tuple[int, int | None]
     """step of the newest checkpoint, and that of the newest evaluation it knows"""
-    _skipped: int = 0
+    _known: tuple[int, int] | None = None
+    """skipped steps and outliers at the last call"""
 
     def after_step(self, state: State, grad_norm: float) -> None:
         """Does what is due at this step and has not been done: a resumed run makes up for what a stop cut off."""
         self.bar.at(state.step)
-        if state.skipped_steps > self._skipped:
-            self._skipped = state.skipped_steps
-            if state.skipped_in_a_row:
-                self.row("skipped", step=state.step, grad_norm=grad_norm)
-                self.say(f"step {state.step}: skipped, its gradient norm is {grad_norm}", style="yellow")
+        self._tell_skipped(state, grad_norm)
         at_end = state.step == self.loop.steps.num_steps
         if state.step > state.logged_step and (at_end or state.step % self.train.log_every == 0):
             self._log(state, grad_norm)
@@ -57,8 +56,31 @@ class Watch:
             self.save_now(state)  # what fails in the evaluation does not take the step along
         if at_end or state.step == 0 or _every(state.step, self.train.eval_every):
             self._evaluate(state)
-        if save_due or self._improved(state):
+        if not state.stopped and self.stopping.due(state):
+            self._tell_stop(state, grad_norm)
+        state.stopped = self.stopping.due(state)  # a resumed run may have more patience
+        if save_due or state.stopped or self._improved(state):
             self.save_now(state)
+
+    def _tell_skipped(self, state: State, grad_norm: float) -> None:
+        skipped, outliers = self._known or (state.skipped_steps, state.outlier_steps)
+        if state.skipped_steps > skipped:
+            self.row("skipped", step=state.step, grad_norm=grad_norm)
+            self.say(f"step {state.step}: skipped, its gradient norm is {grad_norm}", style="yellow")
+        if state.outlier_steps > outliers:
+            self.row("outlier", step=state.step, grad_norm=grad_norm)
+            self.say(f"step {state.step}: skipped, its gradient norm {grad_norm:.3f} is an outlier", style="yellow")
+        self._known = state.skipped_steps, state.outlier_steps
+
+    def _tell_stop(self, state: State, grad_norm: float) -> None:
+        if state.step > state.logged_step:
+            self._log(state, grad_norm)
+        self.row("stopped", step=state.step)
+        self.say(
+            f"step {state.step}: stops early, {self.stopping.metric} has its lowest, {state.stopping_best:.4f}, "
+            f"since {state.stale_evaluations} evaluations",
+            style="green",
+        )
 
     def save_now(self, state: State) -> None:
         """A checkpoint of this step, unless it is there; an evaluation that it does not know yet is added to it."""
@@ -138,6 +160,8 @@ class Watch:
         state.eval_loss = result.loss
         if state.step == 0:
             state.first_eval_loss = result.loss
+        else:
+            self.stopping.note(result, state)
         best = ""
         lowest = math.inf if state.best_eval_loss is None else state.best_eval_loss
         if state.step > 0 and result.loss < lowest:  # never one that is not finite

@@ -22,6 +22,7 @@ from trainer.model.experts import stacks
 from trainer.model.fused.tiles import tile
 from trainer.model.mixtures import decoder_experts
 from trainer.model.model_settings import Weights
+from trainer.model.neftune import add_noise
 from trainer.model.new_tokens import grow, planned_ids
 from trainer.model.roles import mark_tables
 from trainer.registry import name_of
@@ -86,6 +87,7 @@ def outline(
             adapted = config.adapter.attach(base, new_ids)
         mark_tables(adapted)
         tile(base, config.model.mlp_tiles)
+        add_noise(base, config.train.neftune_alpha)
     return Outline(base, adapted, quantised)
 
 

@@ -26,6 +26,7 @@ from trainer.model.live_storages import ROUNDING
 from trainer.model.precision import Dtypes
 from trainer.model.standins import Standin
 from trainer.registry import name_of
+from trainer.training.losses import training_loss
 
 if TYPE_CHECKING:
     from trainer.memory.predict.sections import Sections
@@ -84,7 +85,7 @@ def trace(
             recorder.start()
             try:
                 with dtypes.autocast():
-                    loss = config.loss.sum(model.base, batch)
+                    loss = training_loss(config.loss, config.train.label_smoothing).sum(model.base, batch)
                 recorder.mark("loss")
                 (loss / shape.num_targets).backward()
             except TrainerError:

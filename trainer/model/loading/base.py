@@ -28,6 +28,7 @@ from trainer.model.loading.assemble import Fill, FromFiles, assemble, at_random
 from trainer.model.loading.folder import CONFIG, check_folder, own_code, read_json, weight_files
 from trainer.model.loading.model_source import ModelSource
 from trainer.model.loading.quantized_cache import through_cache
+from trainer.model.loading.rope import scaled
 from trainer.model.mixtures import decoder_experts
 from trainer.model.model_settings import Weights
 from trainer.model.precision import Dtypes
@@ -68,9 +69,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 def load_config(model: Model) -> PretrainedConfig:
     """The text decoder's architecture, from the recipe (weights=random) or the model's config.json."""
     if model.weights is Weights.random:
-        return text_config(written_config(model.architecture), "model.architecture")[0]
+        return scaled(text_config(written_config(model.architecture), "model.architecture")[0], model)
     source = find(model)
-    config = text_config(_own_config(model, source), source.asked)[0]
+    config = scaled(text_config(_own_config(model, source), source.asked)[0], model)
     config._commit_hash = source.commit
     return config
 
@@ -96,13 +97,13 @@ def planned_config(model: Model) -> PretrainedConfig:
         cached = try_to_load_from_cache(path, "config.json", revision=model.revision)
         if isinstance(cached, str):
             asked = f"model.path={model.path}"
-            return text_config(_read_config(Path(cached).parent, asked), asked)[0]
+            return scaled(text_config(_read_config(Path(cached).parent, asked), asked)[0], model)
         if not model.architecture:
             raise ModelError(
                 f"model.path={model.path}: its config.json is not here, and the configuration holds no architecture to "
                 f"plan with. Fetch it (hf download {model.path} config.json), or pick an option of model that has one"
             )
-    return text_config(written_config(model.architecture), "model.architecture")[0]
+    return scaled(text_config(written_config(model.architecture), "model.architecture")[0], model)
 
 
 def differences(model: Model, config: PretrainedConfig) -> str | None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from trainer.model.roles import rate_ratio
+from trainer.model.roles import decays, rate_ratio
 from trainer.ranges import NOT_NEGATIVE, Range, numbers
 from trainer.registry import Section
 
@@ -30,7 +30,7 @@ class Optim(Section, ABC):
     learning_rate: Annotated[float, RATE]
     """the schedule's peak"""
     weight_decay: Annotated[float, NOT_NEGATIVE]
-    """decoupled; not applied to vectors (norms, biases)"""
+    """decoupled; of what, train.weight_decay_on says"""
 
     costs: ClassVar[str] = "other updates, the learning rate may need another look"
     """what choosing it instead of another takes away"""
@@ -50,11 +50,11 @@ class Optim(Section, ABC):
         return nullcontext()
 
     def groups(self, parameters: list[torch.nn.Parameter]) -> list[dict]:
-        """Matrices with weight decay, vectors without; apart where they learn at another rate."""
+        """With and without weight decay; apart where they learn at another rate."""
         groups: dict[tuple[float, bool], dict] = {}
         for parameter in parameters:
-            ratio, decays = rate_ratio(parameter), parameter.ndim >= 2
-            decay = self.weight_decay if decays else 0.0
+            ratio, decayed = rate_ratio(parameter), decays(parameter)
+            decay = self.weight_decay if decayed else 0.0
             empty = {"params": [], "weight_decay": decay, RATE_RATIO: ratio}
-            groups.setdefault((ratio, not decays), empty)["params"].append(parameter)
+            groups.setdefault((ratio, not decayed), empty)["params"].append(parameter)
         return [groups[kind] for kind in sorted(groups)]
