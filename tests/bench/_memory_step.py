@@ -45,7 +45,7 @@ def training(config: Config, shape: Shape) -> Training:
     model_config = load_config(config.model)
     chosen = "sdpa"
     if config.packing.packed:
-        chosen, _ = attention.choose(model_config, device, dtypes.compute)
+        chosen, _ = attention.choose(model_config, device, dtypes.compute, config.model.attention)
     torch.manual_seed(0)
     base = load_base(config.model, model_config, config.quant, dtypes, device, chosen)
     new_ids = planned_ids(base, config.model.new_tokens)

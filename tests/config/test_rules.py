@@ -304,3 +304,12 @@ def test_every_broken_rule_is_told_at_once():
     lines = str(refused.value).splitlines()
     assert lines[0] == "5 problems:" and len(lines) == 6
     assert refused.value.exit_code == 2
+
+
+def test_inductors_modes_are_inductors():
+    words = ["data.path=x", "kernels=compiled", "adapter.fused=false", "kernels.mode=max-autotune-no-cudagraphs"]
+    assert compose(words).config.kernels.mode.value == "max-autotune-no-cudagraphs"
+    with pytest.raises(ConfigError, match="is one of inductor's: use kernels.backend=inductor"):
+        compose([*words, "kernels.backend=aot_eager"])
+    with pytest.raises(ConfigError, match="kernels.mode=max-autotun"):
+        compose([*words[:-1], "kernels.mode=max-autotun"])

@@ -22,10 +22,12 @@ from tests.factories import (
     random_tokens,
     summed_loss,
 )
+from trainer.errors import ModelError
 from trainer.memory.predict.trace import VARLEN, planned_attention
 from trainer.model import attention, checkpointing
 from trainer.model.attention import PACKED
 from trainer.model.live_storages import LiveStorages
+from trainer.model.model_settings import Attention as Asked
 from trainer.training.losses import Full
 
 PATHS = [PACKED, "sdpa", "eager"]
@@ -351,3 +353,40 @@ def test_the_plan_counts_flash_backwards_scratch():
     scratch = (64 + 2 * 128) * heads * (4 * 64 + 4) + 2 * 64 * heads * size * 2  # heads of 48 are summed as 64
     assert peak - before >= gradients + scratch
     assert after - before <= gradients
+
+
+@pytest.mark.parametrize(
+    ("asked", "model_type", "packed", "chosen"),
+    [
+        ("auto", "llama", True, PACKED),
+        ("varlen", "llama", True, PACKED),
+        ("sdpa", "llama", True, "sdpa"),
+        ("eager", "llama", True, "eager"),
+        ("eager", "llama", False, "eager"),
+        ("auto", "gemma2", False, "eager"),
+        ("varlen", "gemma2", True, "varlen cannot serve here .* caps its attention logits"),
+        ("sdpa", "gemma2", False, "caps its attention logits"),
+        ("varlen", "llama", False, "for packed rows"),
+        ("flash", "llama", True, "needs a GPU and the package flash-attn"),
+    ],
+)
+def test_attention_asked_for_by_name(asked, model_type, packed, chosen):
+    config, cpu = AutoConfig.for_model(model_type), torch.device("cpu")
+    choose = attention.choose if packed else attention.choose_padded
+    if " " not in chosen:
+        assert choose(config, cpu, torch.float32, Asked[asked])[0] == chosen
+        return
+    with pytest.raises(ModelError, match=f"model.attention={asked}.*{chosen}" if asked != "varlen" else chosen):
+        choose(config, cpu, torch.float32, Asked[asked])
+
+
+@pytest.mark.parametrize(("size", "chosen"), [(128, attention.FLASH), (84, None)])
+def test_flash_by_name_takes_what_its_kernels_take(size, chosen, monkeypatch):
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    what = LlamaConfig(head_dim=size), torch.device("cuda"), torch.bfloat16, Asked.flash
+    if chosen is None:
+        with pytest.raises(ModelError, match="multiples of 8"):
+            attention.choose(*what)
+    else:
+        assert attention.choose(*what)[0] == attention.choose_padded(*what)[0] == chosen

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.factories import gradients, load, option, options, packed_batch, random_tokens
 from tests.support import slow_but, train_here
+from trainer.config.compose import compose
 from trainer.errors import ConfigError, ModelError
 from trainer.model import checkpointing as module
 from trainer.model.attention import PACKED
@@ -229,3 +230,24 @@ def test_a_dequantised_weight_is_in_no_set_of_kept_operations():
     for keep in Keep:
         names = [str(operation) for operation in kept_operations(keep)]
         assert names and not any("dequant" in name for name in names)
+
+
+def test_a_policy_a_block_by_hand(tiny):
+    chosen = option("checkpointing", "blocks", none=["0-1", "4"], selective=["3"])
+    kinds = [type(policy) for policy in chosen.blocks(6)]
+    none, full = NoCheckpointing, FullCheckpointing
+    assert kinds == [none, none, full, Selective, none, full]
+    assert chosen.cuts_blocks and not option("checkpointing", "blocks", none=["0"]).cuts_blocks
+    for wrong, why in ({"none": ["6"]}, "the model's are 0 to 5"), ({"none": ["5-4"]}, "0 to 5"):
+        with pytest.raises(ConfigError, match=why):
+            option("checkpointing", "blocks", **wrong).blocks(6)
+    with pytest.raises(ConfigError, match="selective=1-2: block 2 has a policy already"):
+        option("checkpointing", "blocks", none=["2"], selective=["1-2"]).blocks(6)
+    with pytest.raises(ConfigError, match="checkpointing.none=first: must be a block's number"):
+        compose(["checkpointing=blocks", "checkpointing.none=[first]"])
+    base = load(tiny.path, PACKED)
+    compose(
+        ["checkpointing=blocks", "checkpointing.none=[0]", "checkpointing.attention=[1]"]
+    ).config.checkpointing.apply(base)
+    runs = [layer.gradient_checkpointing for layer in base.get_decoder().layers]
+    assert runs == [False, False, *[True] * (len(runs) - 2)]

@@ -5,6 +5,7 @@ T: tokens in the row. H: query heads. K: key/value heads. D: head size. S: sampl
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from functools import cache
 
@@ -14,17 +15,55 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
+from trainer.errors import ModelError
+from trainer.model.model_settings import Attention
+
 PACKED = "trainer_packed"
 """Name under which the packed attention is registered with transformers."""
+FLASH = "flash_attention_2"
+"""transformers' name for the package flash-attn."""
 FLASH_LARGEST_HEAD = 256
 """FlashAttention-2 (Dao 2023) in torch: mha_varlen_fwd refuses larger heads, and those that are no multiple of 8."""
 
 
-def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+def choose(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, asked: Attention = Attention.auto
+) -> tuple[str, str]:
     """The attention implementation for packed rows on this model and device, and why.
 
     transformers' own attention with the block mask it builds from position_ids serves what the fast paths do not do.
+    Raises ModelError where what was asked for does not serve.
     """
+    fastest, why = _fastest(config, device, dtype)
+    if asked is Attention.varlen and fastest != PACKED:
+        raise ModelError(f"model.attention=varlen cannot serve here ({why}). Use model.attention=auto.")
+    if asked in (Attention.auto, Attention.varlen):
+        return fastest, why
+    return _named(config, device, dtype, asked), "asked for"
+
+
+def _named(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, asked: Attention) -> str:
+    """transformers' attention by the name in the settings. Raises ModelError where it would compute something else."""
+    if asked is Attention.eager:
+        return "eager"
+    does = beyond_sdpa(config)
+    if does is not None:
+        raise ModelError(f"model.attention={asked.name}: the model {does}. Use model.attention=eager or auto.")
+    if asked is Attention.sdpa:
+        return "sdpa"
+    if device.type != "cuda" or importlib.util.find_spec("flash_attn") is None:
+        raise ModelError(
+            "model.attention=flash: needs a GPU and the package flash-attn. Use model.attention=auto: torch has the "
+            "same kernel."
+        )
+    refused = flash_refuses(config, dtype)
+    if refused is not None:
+        raise ModelError(f"model.attention=flash: its kernels {refused}. Use model.attention=auto.")
+    return FLASH
+
+
+def _fastest(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """What auto takes for packed rows, and why."""
     text = config.get_text_config()
     does = beyond_sdpa(config)
     if does is not None:
@@ -41,8 +80,17 @@ def choose(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -
     return PACKED, "one kernel call per sample"
 
 
-def choose_padded(config: PretrainedConfig) -> tuple[str, str]:
+def choose_padded(
+    config: PretrainedConfig,
+    device: torch.device = torch.device("cpu"),
+    dtype: torch.dtype = torch.float32,
+    asked: Attention = Attention.auto,
+) -> tuple[str, str]:
     """The same for padded rows and for generation. transformers' sdpa leaves out unsaid what it does not know."""
+    if asked is Attention.varlen:
+        raise ModelError("model.attention=varlen is for packed rows: use packing=best_fit, or model.attention=auto.")
+    if asked is not Attention.auto:
+        return _named(config, device, dtype, asked), "asked for"
     does = beyond_sdpa(config)
     return ("sdpa", "padded rows") if does is None else ("eager", f"padded rows: the model {does}")
 

@@ -6,6 +6,7 @@ conf/checkpointing/selective.yaml.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -256,6 +257,57 @@ class AutoCheckpointing(Checkpointing):
 
     def ladder(self):
         return [NoCheckpointing(), Selective(keep=Keep.attention), FullCheckpointing()]
+
+
+@option("checkpointing", "blocks")
+@dataclass
+class Blocks(Checkpointing):
+    """A policy a block, chosen by hand; blocks in no list are recomputed whole."""
+
+    none: list[str]
+    """blocks that are kept whole: numbers from 0 and ranges, both ends included"""
+    attention: list[str]
+    """blocks of which all is kept but what attention makes"""
+    selective: list[str]
+    """blocks that are recomputed, the attention kernels' outputs kept"""
+
+    @property
+    def cuts_blocks(self):
+        return bool(self.attention or self.selective)
+
+    def _lists(self) -> list[tuple[str, list[str], Checkpointing]]:
+        return [
+            ("none", self.none, NoCheckpointing()),
+            ("attention", self.attention, Attention()),
+            ("selective", self.selective, Selective(keep=Keep.attention)),
+        ]
+
+    def problems(self, config):
+        return [
+            f"checkpointing.{name}={span}: must be a block's number from 0, or a range such as 0-7"
+            for name, spans, _ in self._lists()
+            for span in spans
+            if re.fullmatch(r"\d+(-\d+)?", str(span)) is None
+        ]
+
+    def blocks(self, depth):
+        policies: dict[int, Checkpointing] = {}
+        for name, spans, policy in self._lists():
+            for span in spans:
+                first, _, last = str(span).partition("-")
+                chosen = range(int(first), int(last or first) + 1)
+                twice = sorted(policies.keys() & set(chosen))
+                if not chosen or chosen[-1] >= depth or twice:
+                    why = f"block {twice[0]} has a policy already" if twice else f"the model's are 0 to {depth - 1}"
+                    raise ConfigError(f"checkpointing.{name}={span}: {why}.")
+                policies |= dict.fromkeys(chosen, policy)
+        return [policies.get(block, FullCheckpointing()) for block in range(depth)]
+
+    def apply(self, model):
+        PerBlock(self.blocks(len(blocks_of(model, self)))).apply(model)
+
+    def apply_block(self, block):
+        raise AssertionError("each block has its own policy")
 
 
 def blocks_of(model: torch.nn.Module, policy: Checkpointing) -> list[torch.nn.Module]:

@@ -91,6 +91,11 @@ class Backend(Enum):
     aot_eager = "aot_eager"
 
 
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+Mode = Enum("Mode", {name: name for name in MODES})
+"""torch's own names."""
+
+
 @option("kernels", "compiled")
 @dataclass
 class Compiled(Kernels):
@@ -100,8 +105,14 @@ class Compiled(Kernels):
     backend: Backend
     """inductor generates code (Triton on a GPU, C++ on a CPU); aot_eager only traces, to tell their troubles apart"""
 
+    mode: Mode
+    """of inductor: reduce-overhead replays CUDA graphs, one for each row length and block; max-autotune-no-cudagraphs
+    tries several kernels for each matrix product, which takes minutes"""
+
     def problems(self, config):
         problems = super().problems(config)
+        if self.mode.value != "default" and self.backend is not Backend.inductor:
+            problems.append(f"kernels.mode={self.mode.value} is one of inductor's: use kernels.backend=inductor")
         if config.checkpointing.cuts_blocks:
             problems.append(
                 "kernels=compiled: checkpointing=attention and selective cut through a block, which compiled code "
@@ -134,7 +145,8 @@ class Compiled(Kernels):
 
         for block in blocks(base):
             forward = type(block).forward  # wrapped from transformers 5.24 on, to be checkpointed
-            compiled = torch.compile(getattr(forward, "__wrapped__", forward), backend=self.backend.value, dynamic=True)
+            plain = getattr(forward, "__wrapped__", forward)
+            compiled = torch.compile(plain, backend=self.backend.value, dynamic=True, mode=self.mode.value)
             policy = block._gradient_checkpointing_func if block.gradient_checkpointing else _call
             # transformers hands the block's own pass to this function, with its arguments bound, and the hidden states.
             # It is called in training only: evaluation and generation run as they are.
@@ -164,7 +176,8 @@ class Compiled(Kernels):
         return counters["stats"]["unique_graphs"]
 
     def describe(self):
-        return f"blocks compiled by {self.backend.value}"
+        mode = "" if self.mode.value == "default" else f", {self.mode.value}"
+        return f"blocks compiled by {self.backend.value}{mode}"
 
 
 @option("kernels", "liger")

@@ -49,6 +49,14 @@ class RopeScaling(Enum):
     yarn = "yarn"
 
 
+class Attention(Enum):
+    auto = "auto"
+    varlen = "varlen"
+    sdpa = "sdpa"
+    flash = "flash"
+    eager = "eager"
+
+
 @option("model", "causal_lm")
 @dataclass
 class Model(Section):
@@ -73,6 +81,9 @@ class Model(Section):
     one with it: merge the result, or set the same in the config.json of the base that the adapter is loaded on"""
     rope_factor: Annotated[float, AT_LEAST_ONE]
     """how many times longer than max_position_embeddings the context becomes"""
+    attention: Attention
+    """auto: the fastest that serves the model, its head size and the device; varlen: packed rows sample by sample;
+    sdpa, flash (needs the package flash-attn) and eager: transformers' own"""
     weights: Weights
     """random builds the architecture below and downloads nothing"""
     architecture: dict[str, Any]

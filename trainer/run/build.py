@@ -77,9 +77,9 @@ def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
     """Weights, adapter, checkpointing and optimizer; ends with the packing check."""
     config, device, dtypes = run.config, prepared.device, prepared.dtypes
     if config.packing.packed:
-        chosen, why = attention.choose(prepared.config, device, dtypes.compute)
+        chosen, why = attention.choose(prepared.config, device, dtypes.compute, config.model.attention)
     else:
-        chosen, why = attention.choose_padded(prepared.config)
+        chosen, why = attention.choose_padded(prepared.config, device, dtypes.compute, config.model.attention)
     with clock.stage("weights"):
         torch.manual_seed(config.seed)
         weight_share = config.adapter.weight_share(config.quant, dtypes.compute, device)

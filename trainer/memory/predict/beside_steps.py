@@ -42,7 +42,7 @@ def evaluation_bytes(
     config: Sections, model_config: PretrainedConfig, dtypes: Dtypes, device_type: str, shape: Shape
 ) -> int:
     """Most bytes in the evaluation of a micro-batch, beside the model's own. Raises PlanError."""
-    chosen = planned_attention(shape.packed, model_config, device_type, dtypes.compute)
+    chosen = planned_attention(shape.packed, model_config, device_type, dtypes.compute, config.model.attention)
 
     def run(model: Outline) -> Any:
         with dtypes.autocast():

@@ -108,7 +108,8 @@ class Planner:
 
     @property
     def _attention(self) -> str:
-        return planned_attention(self.shape.packed, self.model_config, self.device_type, self.dtypes.compute)
+        asked = self.config.model.attention
+        return planned_attention(self.shape.packed, self.model_config, self.device_type, self.dtypes.compute, asked)
 
     @property
     def depth(self) -> int:

@@ -23,6 +23,7 @@ from trainer.memory.predict.recorder import Recorder
 from trainer.model import attention
 from trainer.model.fused.pieces import shortened
 from trainer.model.live_storages import ROUNDING
+from trainer.model.model_settings import Attention
 from trainer.model.precision import Dtypes
 from trainer.model.standins import Standin
 from trainer.registry import name_of
@@ -39,11 +40,19 @@ VARLEN = "trainer_planned_varlen"
 DEPTH = 3
 
 
-def planned_attention(packed: bool, model_config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str:
+def planned_attention(
+    packed: bool,
+    model_config: PretrainedConfig,
+    device_type: str,
+    dtype: torch.dtype,
+    asked: Attention = Attention.auto,
+) -> str:
     """Name of the attention that a run on such a device uses, as far as it can be traced without the device."""
+    if asked is Attention.flash:  # torch's kernel keeps what flash-attn keeps
+        asked = Attention.varlen if packed else Attention.sdpa
     if not packed:
-        return attention.choose_padded(model_config)[0]
-    chosen, _ = attention.choose(model_config, torch.device("cpu"), dtype)
+        return attention.choose_padded(model_config, asked=asked)[0]
+    chosen, _ = attention.choose(model_config, torch.device("cpu"), dtype, asked)
     if chosen == attention.PACKED and device_type == "cuda":
         return VARLEN if attention.flash_refuses(model_config, dtype) is None else "sdpa"
     return chosen
@@ -64,7 +73,7 @@ def trace(
     `counter` sees the operations of the step. With accumulation the gradients of earlier micro-batches are there when
     it begins, and it adds to them.
     """
-    chosen = planned_attention(shape.packed, model_config, device_type, dtypes.compute)
+    chosen = planned_attention(shape.packed, model_config, device_type, dtypes.compute, config.model.attention)
     num_layers = model_config.get_text_config().num_hidden_layers
     model = outline(config, model_config, dtypes.compute, chosen, min(depth, num_layers))
     whole = not model.layers()
