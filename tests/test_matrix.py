@@ -31,6 +31,7 @@ GROUPS = ("adapter", "optim", "checkpointing", "precision", "packing", "quant", 
 FIELDS = {
     ("adapter", "peft"): {"method": "HRA", "fields": {"r": 4}},
     ("optim", "galore_adamw"): {"rank": 8},
+    ("optim", "galore_adamw_8bit"): {"rank": 8},
     ("checkpointing", "blocks"): {"none": ["0"], "selective": ["2"]},
 }
 """Values of options that the tiny model needs, beside those of their YAML."""

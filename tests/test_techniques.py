@@ -25,6 +25,7 @@ TECHNIQUES = {
     "optim=adafactor": [],
     "optim=muon": ["adapter=none", "quant=none"],
     "optim=galore_adamw": ["adapter=none", "quant=none", "optim.rank=8", "optim.update_interval=2"],
+    "optim=galore_adamw_8bit": ["adapter=none", "quant=none", "optim.rank=32", "optim.update_interval=2"],
     "optim=adamw_schedule_free": ["quant=none"],
     "train.neftune_alpha=5": ["train.label_smoothing=0.1", "train.skip_outliers=6", "quant=none"],
     "model.rope_scaling=yarn": ["model.rope_factor=4", "data.max_length=2048", "train.micro_batch_tokens=2048"],

@@ -117,12 +117,13 @@ PLAIN_ROW = """quant=none adapter=none optim=paged_adamw_8bit schedule=cosine pr
 checkpointing=none kernels=compiled kernels.backend=aot_eager train.epochs=1 train.max_steps=null
 data.chat_template=plain"""
 TECHNIQUES = [
-    "adapter=dora optim=adafactor",
+    "adapter=dora optim=adafactor checkpointing=blocks checkpointing.none=[0]",
     "adapter=rslora optim=lion_8bit",
     "adapter=lora_plus",
     "adapter=loftq quant=nf4 optim=adamw_schedule_free schedule=constant",
     "adapter=pissa",
     "adapter=none quant=none optim=galore_adamw optim.rank=8",
+    "adapter=none quant=none optim=galore_adamw_8bit optim.rank=8",
     "adapter=none quant=none optim=muon",
     "adapter=ia3",
     "adapter=peft quant=none",

@@ -233,6 +233,7 @@ def test_muon_leaves_embeddings_and_the_head_to_adamw():
         ("adamw_8bit", (1024, 4096), 2 * 1024 * 4096 * (1 + 4 / 256)),
         ("adamw_schedule_free", (1024, 4096), 8 * 1024 * 4096),
         ("galore_adamw", (1024, 4096), 4 * 128 * (1024 + 2 * 4096)),
+        ("galore_adamw_8bit", (1024, 4096), 128 * (4 * 1024 + 2 * 4096 * (1 + 4 / 256))),
     ],
 )
 def test_state_is_as_planned(name, shape, state):
@@ -279,3 +280,23 @@ def test_embeddings_learn_at_their_own_rate_and_what_decays_is_asked_for():
     with pytest.raises(ModelError, match="neither embeddings nor head train here"):
         own_rate = compose(["train.embedding_learning_rate=2e-4"]).config.train
         own_rate.group([torch.nn.Parameter(torch.ones(2, 2))], 1e-3)
+
+
+@pytest.mark.parametrize(("shapes", "close"), [(((48, 32), (32, 48)), 1e-5), (((256, 600), (600, 256)), 0.1)])
+def test_galore_in_eight_bits_is_galore(shapes, close):
+    """Small matrices have state in 32 bits, and their steps are those of the library's GaLore; large ones are near."""
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.1, "rank": 16, "update_interval": 3}
+    ends = []
+    for name in ("galore_adamw", "galore_adamw_8bit"):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape) / 10) for shape in shapes]
+        before = [p.detach().clone() for p in params]
+        optimizer = build(name, params, **settings)
+        for step in range(5):
+            give_gradients(params, step)
+            optimizer.step()
+        ends.append([p.detach() - b for p, b in zip(params, before, strict=True)])
+    for one, other in zip(*ends, strict=True):
+        assert (one - other).norm() <= close * one.norm()
+    kinds = {value.dtype for value in flat(optimizer.state[params[0]]).values() if isinstance(value, torch.Tensor)}
+    assert (torch.uint8 in kinds) == (close == 0.1)

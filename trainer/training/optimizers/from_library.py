@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from trainer.ranges import AT_LEAST_1, POSITIVE
-from trainer.registry import option
-from trainer.training.optimizers.adam import Adam
+from trainer.registry import name_of, option
+from trainer.training.optimizers.adam import Adam, AdamW8bit
 from trainer.training.optimizers.matrices import ForMatrices
 
 LIBRARY = "pytorch_optimizer"
@@ -41,11 +41,12 @@ class GaLore(ForMatrices):
     costs = "a singular value decomposition of each gradient every optim.update_interval steps"
 
     def problems(self, config):
+        name = name_of("optim", self)
         if config.adapter.trains_base:
-            return missing("galore_adamw")
+            return missing(name)
         return [
-            *missing("galore_adamw"),
-            "optim=galore_adamw: projects gradients of whole weights, and an adapter's are low-rank already: use "
+            *missing(name),
+            f"optim={name}: projects gradients of whole weights, and an adapter's are low-rank already: use "
             "adapter=none with quant=none, or optim=adamw_8bit",
         ]
 
@@ -56,19 +57,61 @@ class GaLore(ForMatrices):
         from pytorch_optimizer import GaLore
         from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 
-        how = {"rank": self.rank, "update_proj_gap": self.update_interval}
-        how |= {"scale": self.scale, "projection_type": "std"}
+        how = self._how()
         groups = [{**group, **how} for group in self.groups(parameters)]
         optimizer = GaLore(groups, lr=self.learning_rate, betas=tuple(self.betas), eps=self.eps)
         for parameter in parameters:  # made here and not in the first step, for a saved one to be loaded into
             optimizer.state[parameter]["projector"] = GaLoreProjector(**how)
         return optimizer
 
+    def _how(self):
+        """In the library's words."""
+        how = {"rank": self.rank, "update_proj_gap": self.update_interval}
+        return how | {"scale": self.scale, "projection_type": "std"}
+
     def memory(self, parameters, device_type):
         found = super().memory(parameters, device_type)
-        largest = max((p.numel() + min(p.shape) ** 2 for p in parameters if self.takes(p)), default=0)
-        # Of a decomposition: the singular vectors of both sides and what LAPACK or cuSOLVER works in.
-        return replace(found, workspace=max(found.workspace, 3 * 4 * largest))
+        return replace(found, workspace=max(found.workspace, self._decomposition(parameters)))
+
+    def _decomposition(self, parameters):
+        """Bytes of the largest: the singular vectors of both sides and what LAPACK or cuSOLVER works in."""
+        return 3 * 4 * max((p.numel() + min(p.shape) ** 2 for p in parameters if self.takes(p)), default=0)
+
+
+@option("optim", "galore_adamw_8bit")
+@dataclass
+class GaLore8bit(GaLore):
+    """The same with moments in 8 bits: for weights (d, k) with d <= k, 4 rank d + 2.03 rank k bytes of state."""
+
+    def for_matrices(self, parameters):
+        import bitsandbytes as bnb
+        from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
+
+        from trainer.training.optimizers.projected import Projected
+
+        def inner(groups):
+            return bnb.optim.AdamW8bit(groups, lr=self.learning_rate, betas=tuple(self.betas), eps=self.eps)
+
+        groups = self.groups(parameters)
+        return Projected(groups, inner, lambda: GaLoreProjector(**self._how()), self.rank, self.learning_rate)
+
+    def memory(self, parameters, device_type):
+        """Of the parts, each measured: bitsandbytes' step reads values, which a plan has none of."""
+        import torch
+
+        from trainer.model.live_storages import rounded
+        from trainer.training.optimizer_memory import OptimizerMemory, measured
+        from trainer.training.optimizers.projected import projected_shape
+
+        size = rounded(device_type)
+        (_, matrices), (build, others) = self._shares(parameters)
+        with torch.device("meta"):
+            stand_ins = [torch.nn.Parameter(torch.empty(projected_shape(p.shape, self.rank))) for p in matrices]
+            bases = [torch.empty(self.rank, min(p.shape)) for p in matrices]
+        eight_bits = AdamW8bit(self.learning_rate, self.weight_decay, self.betas, self.eps)
+        low, rest = (measured(b, p, device_type) for b, p in ((eight_bits.build, stand_ins), (build, others)))
+        state = low.state + rest.state + sum(map(size, bases))
+        return OptimizerMemory(state, max(rest.workspace, self._decomposition(parameters)))
 
 
 @option("optim", "adamw_schedule_free")
