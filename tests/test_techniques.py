@@ -29,6 +29,7 @@ TECHNIQUES = {
     "optim=adamw_schedule_free": ["quant=none"],
     "train.neftune_alpha=5": ["train.label_smoothing=0.1", "train.skip_outliers=6", "quant=none"],
     "model.rope_scaling=yarn": ["model.rope_factor=4", "data.max_length=2048", "train.micro_batch_tokens=2048"],
+    "precision=fp16": [],
     "adapter=rslora": [],
     "adapter=dora": ["quant=nf4"],
     "adapter=lora_plus": ["quant=nf4", "optim=adamw_8bit"],
