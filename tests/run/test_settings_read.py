@@ -118,7 +118,7 @@ checkpointing=none kernels=compiled kernels.backend=aot_eager train.epochs=1 tra
 data.chat_template=plain"""
 TECHNIQUES = [
     "adapter=dora optim=adafactor checkpointing=blocks checkpointing.none=[0]",
-    "adapter=rslora optim=lion_8bit",
+    "adapter=rslora optim=lion_8bit model.rope_scaling=linear model.rope_factor=2",
     "adapter=lora_plus",
     "adapter=loftq quant=nf4 optim=adamw_schedule_free schedule=constant",
     "adapter=pissa",
