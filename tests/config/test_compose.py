@@ -52,7 +52,8 @@ def test_the_oracle_sees_a_wrong_type():
 
 KERNELS = [name for name in options("kernels") if name != "torch"]
 ROWS = 4 * max(len(options(group)) for group in SECTIONS) + len(KERNELS)
-ASKED = {"adamw_schedule_free": {"schedule": "constant"}, "galore_adamw": {"adapter": "none", "quant": "none"}}
+WHOLE = {"adapter": "none", "quant": "none"}
+ASKED = {"adamw_schedule_free": {"schedule": "constant"}, "galore_adamw": WHOLE, "galore_adamw_8bit": WHOLE}
 """What an optimizer asks of other groups."""
 
 
@@ -257,6 +258,7 @@ def test_trials_are_counted_as_hydra_counts_them(words):
 def test_a_glob_is_the_options_of_a_group():
     assert expand(parse(["optim=glob(*adamw_8bit)", "seed=1"])) == [
         ["optim=adamw_8bit", "seed=1"],
+        ["optim=galore_adamw_8bit", "seed=1"],
         ["optim=paged_adamw_8bit", "seed=1"],
     ]
 
