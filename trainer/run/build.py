@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
+from trainer.certificate.probe import check_packing
 from trainer.config.saved import Run
 from trainer.config.schema import Config
 from trainer.data.batches.batch import MicroBatch, collate
@@ -33,7 +34,6 @@ from trainer.training.loop import Loop
 from trainer.training.loss_scaling import LossScaling
 from trainer.training.losses import training_loss
 from trainer.training.outliers import Outliers
-from trainer.training.packing_probe import check_packing
 from trainer.training.throughput import count_arithmetic
 from trainer.training.weights import load_trainable, total_parameters
 
@@ -76,7 +76,7 @@ class Ready:
 def build(run: Run, prepared: Prepared, memory: Memory, clock: Clock) -> Ready:
     """Weights, adapter, checkpointing and optimizer; ends with the packing check."""
     config, device, dtypes = run.config, prepared.device, prepared.dtypes
-    if config.packing.packed:
+    if prepared.steps.packing.packed:
         chosen, why = attention.choose(prepared.config, device, dtypes.compute, config.model.attention)
     else:
         chosen, why = attention.choose_padded(prepared.config, device, dtypes.compute, config.model.attention)
@@ -165,9 +165,9 @@ def begin_from(adapter: Adapter, adapted: torch.nn.Module) -> None:
 def _check(config: Config, prepared: Prepared, loop: Loop, clock: Clock) -> None:
     """Packed samples do not see each other, and compiled code computes what plain code does. Raises ModelError."""
     with clock.stage("packing check"):
-        vocab_size = prepared.config.get_text_config().vocab_size
-        check_packing(loop.model, config.loss, loop.dtypes, vocab_size, config.packing.packed, config.quant.rounding)
+        packed, vocab_size = prepared.steps.packing.packed, prepared.config.get_text_config().vocab_size
+        check_packing(loop.model, config.loss, loop.dtypes, vocab_size, packed, config.quant.rounding)
     if config.kernels.graphs() is not None:
         with clock.stage("compilation"):
-            batch = collate(*prepared.steps.fullest(), config.packing.packed).to(prepared.device)
+            batch = collate(*prepared.steps.fullest(), prepared.steps.packing.packed).to(prepared.device)
             config.kernels.verify(loop.model, config.loss.sum, loop.dtypes, batch, loop.memory)

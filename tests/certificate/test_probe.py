@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from tests.factories import FP32, LLAMA, VOCABULARY, llama, option
 from tests.support import train_here
+from trainer.certificate.probe import check_packing
 from trainer.errors import ModelError
 from trainer.model import attention
 from trainer.model.attention import PACKED
@@ -18,7 +19,6 @@ from trainer.model.model_settings import Weights
 from trainer.model.precision import Dtypes
 from trainer.run import build
 from trainer.training.losses import Chunked, Full
-from trainer.training.packing_probe import check_packing
 
 
 def contaminating(module, query, key, value, attention_mask, scaling=None, **_):
