@@ -13,7 +13,7 @@ from tests.support import REPO
 from trainer.config import schema  # registers the options
 from trainer.registry import OPTIONS
 
-FLOORS = "__main__ commands assets run export config memory training model data tracking device".split()
+FLOORS = "__main__ commands assets run certificate export config memory training model data tracking device".split()
 """From the top floor down; what is no room is the ground."""
 
 

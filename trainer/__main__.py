@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "fine-tune (the default)",
     "data": "audit the data as it would be trained on; show=N prints samples",
     "plan": "predict memory and speed, before any download",
+    "adopt": "prove on a tiny twin what of a model can be trained here: adopt MODEL",
     "recipes": "list the recipes",
     "resume": "continue a stopped run: run=DIR",
     "import": "a recipe from an axolotl, LLaMA-Factory, torchtune or TRL configuration: import FILE",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.config.compose import compose, started_from
@@ -28,10 +29,12 @@ def run(words: list[str]) -> int:
     config = compose(rest).config
     wanted = any(word.startswith("output_dir=") for word in rest)
     with loading():
+        from trainer.certificate.settle import settle
         from trainer.memory.advice.picture import bar_chart
         from trainer.memory.advice.report import full_plan
         from trainer.memory.advice.show import show, show_explanation
         from trainer.memory.predict.planner import Planner
+        from trainer.model.loading.base import planned_config
         from trainer.run.prepare import check_shape
         from trainer.tracking.console import Screen, quiet_libraries
 
@@ -39,7 +42,9 @@ def run(words: list[str]) -> int:
     quiet_libraries(screen)
     if note is not None:
         screen.say(note)
-    planner, options = Planner(config), all_options()
+    shape = planned_config(config.model)
+    config = replace(config, packing=settle(config.packing, shape))
+    planner, options = Planner(config, shape), all_options()
     check_shape(config, planner.skeleton)
     try:
         plan = full_plan(planner.with_libraries(), options)

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from trainer.errors import ModelError
@@ -70,6 +70,8 @@ def _fastest(config: PretrainedConfig, device: torch.device, dtype: torch.dtype)
         return "eager", f"block mask: the model {does}"
     if getattr(text, "attention_chunk_size", None) is not None:
         return "sdpa", "block mask: the model attends in chunks"
+    if not _class_says(config, "_supports_attention_backend"):
+        return "sdpa", "block mask: the model calls its attention itself"
     if device.type == "cuda":
         refused = flash_refuses(config, dtype)
         if refused is not None:
@@ -101,7 +103,15 @@ def beyond_sdpa(config: PretrainedConfig) -> str | None:
         return "caps its attention logits"
     if config.model_type == "gpt_oss":
         return "has attention sinks"
+    if not _class_says(config, "_supports_sdpa"):
+        return "has an attention of its own"
     return None
+
+
+def _class_says(config: PretrainedConfig, attribute: str) -> bool:
+    """What transformers' class says of itself; of code that a model brings along, the best."""
+    known = type(config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return not known or bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config.get_text_config())], attribute))
 
 
 def flash_refuses(config: PretrainedConfig, dtype: torch.dtype) -> str | None:

@@ -13,21 +13,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trainer.errors import ModelError
-from trainer.model.mixtures import decoder_experts
 
-TEXT_KEYS = {
-    "gemma3": {r"^language_model\.lm_head": "lm_head", r"^(?:model\.)?language_model\.(?:model\.)?": "model."},
-}
-"""Multimodal model types whose text decoder is taken alone: how its weights are renamed, as regular expressions.
+TEXT_KEYS = {r"^(?:model\.)?language_model\.lm_head": "lm_head", r"^(?:model\.)?language_model\.(?:model\.)?": "model."}
+"""How the weights of a multimodal checkpoint are renamed for its text decoder alone, as regular expressions.
 
-`AutoModelForCausalLM` would build the vision tower as well.
+`AutoModelForCausalLM` would build the vision tower as well. `trainer adopt` proves for a model that it fits.
 """
 
-LEFT_OUT = {"gemma3": r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\."}
-"""What of their weights the text decoder does not take."""
+LEFT_OUT = (
+    r"^(?:model\.)?(?:vision_tower|vision_model|vision_embed\w*|visual|audio_tower|embed_vision|embed_audio|vqmodel|"
+    r"multi_?modal_projector|image_newline)(?:\.|$)"
+)
+"""What of a multimodal checkpoint's weights the text decoder does not take."""
 
-IN_WHOLE = {"gemma3": "model.language_model"}
-"""Name of the text decoder in the class that `AutoModelForCausalLM` builds of such a folder; alone it is `model`."""
+IN_WHOLE = "model.language_model"
+"""Name of the text decoder in the class of such a folder; alone it is `model`."""
 
 HARMLESS = (
     r"\.rotary_emb\.inv_freq$",  # computed from the configuration; old checkpoints stored it
@@ -35,8 +35,6 @@ HARMLESS = (
     r"^v_head\.",  # a value head of reinforcement learning beside the model
 )
 """Weights in files that a model may leave unread, beside those that transformers knows of each class."""
-
-RECURRENT = "it carries a state (convolution or recurrence) from token to token, so packed samples would see each other"
 
 
 def text_config(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig, dict[str, str] | None]:
@@ -52,18 +50,36 @@ def text_config(config: PretrainedConfig, where: str) -> tuple[PretrainedConfig,
             f"{where}: the checkpoint is quantised already ({method}). Adapters are trained on a base that is "
             "quantised here: take the unquantised checkpoint, and choose quant=nf4, fp4, int8 or none."
         )
-    if kind in TEXT_KEYS:
-        return config.get_text_config(), TEXT_KEYS[kind]
     if config.is_encoder_decoder:
         raise ModelError(f"{where}: {kind} is an encoder-decoder model. Only causal language models can be trained.")
-    if config.get_text_config() is not config:
+    if multimodal(config):
+        text = config.get_text_config()
+        if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return text, TEXT_KEYS
         raise ModelError(
-            f"{where}: {kind} is a multimodal model. Of those only the text decoder of {', '.join(TEXT_KEYS)} can be "
-            "trained; take a text checkpoint of the same family."
+            f"{where}: {kind} is a multimodal model whose text decoder ({text.model_type}) transformers does not "
+            "build alone; take a text checkpoint of the same family."
         )
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not hasattr(config, "auto_map"):
         raise ModelError(f"{where}: {kind} is not a causal language model.")
     return config, None
+
+
+def multimodal(config: PretrainedConfig) -> bool:
+    """Whether a text decoder is one part of what the configuration describes. Raises ModelError where it is unclear."""
+    try:
+        return config.get_text_config() is not config
+    except ValueError as error:
+        raise ModelError(f"{config.model_type} is not a causal language model: {str(error).split('.')[0]}.") from error
+
+
+def in_whole(config: PretrainedConfig) -> str | None:
+    """Name of the text decoder in the model that transformers' documented class builds of such a folder; None where
+    that class builds the decoder alone."""
+    if not multimodal(config):
+        return None
+    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
+    return None if built.endswith("ForCausalLM") else IN_WHOLE
 
 
 def rotary_boundary(config: PretrainedConfig, max_length: int) -> int | None:
@@ -91,7 +107,7 @@ def check_unread(keys: Iterable[str], kind: str, model_class: type[PreTrainedMod
     `kind`: the model type that the folder's config.json names.
     """
     known = [*HARMLESS, *(model_class._keys_to_ignore_on_load_unexpected or ())]
-    known += [LEFT_OUT[kind]] if kind in LEFT_OUT else []
+    known += [LEFT_OUT] if kind != model_class.config_class.model_type else []
     unread = sorted(key for key in keys if not any(re.search(pattern, key) for pattern in known))
     if unread:
         raise ModelError(
@@ -101,15 +117,10 @@ def check_unread(keys: Iterable[str], kind: str, model_class: type[PreTrainedMod
 
 
 def check_modules(skeleton: PreTrainedModel) -> None:
-    """Raises ModelError for architectures whose modules quantisation, adapters or packing cannot handle."""
-    decoder = skeleton.get_decoder()
-    modules = list(decoder.modules())
-    experts = decoder_experts(skeleton)
-    stacked = [n for n, p in skeleton.named_parameters() if p.ndim == 3 and n.rpartition(".")[0] not in experts]
-    if stacked or any(isinstance(module, torch.nn.Conv1d) for module in modules):
-        why = RECURRENT
-    elif not any(isinstance(module, torch.nn.Linear) for module in modules):
-        why = "its layers are no torch.nn.Linear, so neither quant nor adapter reach them"
-    else:
+    """Raises ModelError for architectures none of whose modules quantisation and adapters can handle."""
+    if any(isinstance(module, torch.nn.Linear) for module in skeleton.get_decoder().modules()):
         return
-    raise ModelError(f"{skeleton.config.model_type} ({type(skeleton).__name__}) cannot be trained here: {why}.")
+    raise ModelError(
+        f"{skeleton.config.model_type} ({type(skeleton).__name__}) cannot be trained here: its layers are no "
+        "torch.nn.Linear, so neither quant nor adapter reach them."
+    )

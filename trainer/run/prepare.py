@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.certificate.settle import settle
 from trainer.config.saved import Run
 from trainer.config.schema import Config
 from trainer.data.batches.apart import Apart
@@ -64,7 +65,7 @@ class Prepared:
     def audit(self, config: Config) -> Audit:
         """Of the data, as `trainer data` has it."""
         loaded = Loaded(None if config.data.streaming else self.train_set, self.held_out, self.counts)
-        row_tokens = self.plan.train.micro_batch_tokens if config.packing.packed else None
+        row_tokens = self.plan.train.micro_batch_tokens if self.steps.packing.packed else None
         return audit(config.data, loaded, self.steps, row_tokens)
 
     def close(self) -> None:
@@ -91,6 +92,7 @@ def prepare(run: Run, beginning: Beginning, clock: Clock) -> Prepared:
     model_config = load_config(config.model)
     shape = skeleton(model_config, config.model.trust_remote_code)
     check_shape(config, shape)
+    config = replace(config, packing=settle(config.packing, model_config))
     boundary = rotary_boundary(model_config, config.data.max_length)
     packing = config.packing if boundary is None else Apart(config.packing, boundary)
     new_ids = tokenizer.convert_tokens_to_ids(config.model.new_tokens)

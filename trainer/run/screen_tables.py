@@ -27,7 +27,7 @@ def start_table(screen: Screen, run: Run, ready: Ready, run_dir: Path, memory: M
     config, prepared, choice = run.config, ready.prepared, run.choices
     steps, train = prepared.steps, prepared.steps.train
     tokens, rows = steps.first_rows()
-    if config.packing.packed:
+    if steps.packing.packed:
         fill = sum(int(tokens.lengths[row].sum()) for row in rows) / (len(rows) * train.micro_batch_tokens)
         shape = f"{len(rows)} rows of up to {train.micro_batch_tokens:,} tokens, {fill:.1%} full"
     else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from trainer.errors import ModelError
 from trainer.ranges import AT_LEAST_1
-from trainer.registry import Section, option
+from trainer.registry import Section, name_of, option
 
 if TYPE_CHECKING:
     from trainer.data.batches.batching import Batching
@@ -21,6 +23,11 @@ class Packing(Section, ABC):
 
     packed = False
     """whether a micro-batch is one row of whole samples (else one padded row a sample)"""
+
+    def settled(self, wrong_if_packed: Callable[[], str | None]) -> Packing:
+        """What it comes to for a model; `wrong_if_packed` says what a row of several samples gets wrong there, if
+        anything. Raises ModelError where it would train wrongly."""
+        return self
 
     @abstractmethod
     def micro_batches(self, lengths: np.ndarray, train: Batching, rng: np.random.Generator | None) -> list[np.ndarray]:
@@ -64,6 +71,12 @@ class BestFit(Packing):
             "a sample must fit a row. Raise the first or lower the second"
         ]
 
+    def settled(self, wrong_if_packed):
+        wrong = wrong_if_packed()
+        if wrong is None:
+            return self
+        raise ModelError(f"packing={name_of('packing', self)}: {wrong}. Use packing=none, or auto.")
+
     def micro_batches(self, lengths, train, rng):
         order = np.arange(len(lengths)) if rng is None else rng.permutation(len(lengths))
         rows: list[np.ndarray] = []
@@ -79,6 +92,15 @@ class BestFit(Packing):
     def largest(self, max_length, train):
         full, rest = divmod(train.micro_batch_tokens, max_length)
         return [max_length] * full + ([rest] if rest > 1 else [])
+
+
+@option("packing", "auto")
+@dataclass
+class AutoPacking(BestFit):
+    """best_fit where a row of several samples is proven to give what each gives alone, none elsewhere."""
+
+    def settled(self, wrong_if_packed):
+        return BestFit(self.window) if wrong_if_packed() is None else NoPacking()
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:

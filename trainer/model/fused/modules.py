@@ -7,6 +7,7 @@ takes the module's own forward.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -257,7 +258,7 @@ def _is_rms_norm(module: torch.nn.Module) -> bool:
     weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or not isinstance(epsilon, float):
         return False
-    if weight.requires_grad:
+    if weight.requires_grad or len(inspect.signature(module.forward).parameters) != 1:  # a gate beside x, or more
         return False
     if weight.is_meta:
         return True

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.errors import ModelError
 from trainer.model.adapters import decoder_linears
-from trainer.model.families import IN_WHOLE, TEXT_KEYS, check_unread, text_config
+from trainer.model.families import check_unread, in_whole, text_config
 from trainer.model.int8 import keep_no_inputs
 from trainer.model.loading import hub
 from trainer.model.loading.architecture import building, check_fields, loading, skeleton, written_config
@@ -76,16 +76,23 @@ def load_config(model: Model) -> PretrainedConfig:
     return config
 
 
+def whole_config(model: Model) -> PretrainedConfig:
+    """What the model's config.json says, of all of it. Raises ModelError."""
+    return _own_config(model, find(model))
+
+
 def decoder_in_whole(model: Model) -> str | None:
     """Name of the text decoder in what `AutoModelForCausalLM` builds of a folder that holds more than one."""
     if model.weights is Weights.random:
         return None
-    return IN_WHOLE.get(_own_config(model, find(model)).model_type)
+    return in_whole(_own_config(model, find(model)))
 
 
 def adapter_keys(model: Model) -> dict[str, str] | None:
     """How keys of a result's adapter are renamed for the text decoder alone (PEFT's key_mapping)."""
-    return TEXT_KEYS.get(_own_config(model, find(model)).model_type)
+    source = find(model)
+    own = _own_config(model, source)
+    return None if in_whole(own) is None else text_config(own, source.asked)[1]
 
 
 def planned_config(model: Model) -> PretrainedConfig:
