@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "one page with plots of a run or a sweep: run=DIR",
     "why": "what went wrong in a run, and the rows behind it: run=DIR",
     "replay": "remake a step bit for bit and rank its rows: run=DIR step=N",
+    "evaluate": "loss and perplexity, source by source, of base and adapter: run=DIR [data.path=FILE]",
     "merge": "the adapter in the base's weights, with a receipt: run=DIR [to=DIR]",
     "doctor": "what this machine can do, and the fix of each problem",
 }

@@ -136,6 +136,20 @@ def test_a_file_of_prompts(learned, tmp_path, capsys):
     assert [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines()] == [a for _, a in CHATS[:3]]
 
 
+def test_drawn_answers_are_the_seed_s_and_no_draw_is_greedy(learned, capsys):
+    def said(*words):
+        assert generate.run([f"run={learned}", "prompt=What is up?", "max_new_tokens=24", *words]) == 0
+        return capsys.readouterr().out
+
+    greedy, drawn = said(), said("temperature=3.0", "seed=1")
+    assert drawn == said("temperature=3.0", "seed=1") and drawn != said("temperature=3.0", "seed=2")
+    assert drawn != greedy == said("temperature=0") == said("top_k=1", "seed=5") == said("top_p=1e-6", "seed=5")
+    with pytest.raises(ConfigError, match=r"top_p=1\.5: must be above 0 and at most 1"):
+        said("top_p=1.5")
+    with pytest.raises(ConfigError, match="temperature=-1: must be a number, 0 or more"):
+        said("temperature=-1")
+
+
 def test_a_chat_from_a_pipe(learned, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{CHATS[2][0]}\n\n/new\n{CHATS[5][0]}\n/exit\nnever\n"))
     assert generate.run([f"run={learned}"]) == 0

@@ -113,6 +113,17 @@ def test_on_what_quantising_made_of_the_base_it_is_the_adapter(case, folder, req
     assert receipt["adapter_loss"] == pytest.approx(receipt["merged_loss"], abs=1e-5)
 
 
+def test_a_run_that_trained_all_is_written_in_another_form(base_overrides, tiny_tied, tmp_path):
+    run = tmp_path / "run"
+    train_here([*base_overrides, *tiny_tied.overrides(), "adapter=none", "train.max_steps=2"], run)
+    receipt = merge(load_run(run), run, wanted(tmp_path / "half", dtype=torch.float16, shard=2**30), Screen())
+    whole, half = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "half"))
+    assert receipt["tied_embeddings"] and whole.keys() == half.keys()
+    assert all(torch.equal(half[name], tensor.half()) for name, tensor in whole.items())
+    with pytest.raises(ConfigError, match="this run trained every weight"):
+        merge(load_run(run), run, wanted(tmp_path / "other", onto=Onto.dequantized), Screen())
+
+
 def test_a_method_that_does_not_merge_is_refused_by_name(base_overrides, tmp_path):
     run = tmp_path / "run"
     words = ["adapter=peft", "adapter.method=LILY", "adapter.fields={r: 4}", "train.max_steps=1", "packing=none"]

@@ -60,7 +60,7 @@ def one_of(kind: type[Choice], key: str, text: str) -> Choice:
     return kind[text]
 
 
-def number(arguments: dict[str, str], key: str, least: float, default: float | None = None) -> float | None:
+def real_number(arguments: dict[str, str], key: str, least: float, default: float | None = None) -> float | None:
     """A number of at least `least`. Raises ConfigError."""
     text = arguments.get(key)
     if text is None:

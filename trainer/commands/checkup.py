@@ -156,9 +156,13 @@ def kernels() -> Iterator[Finding]:
             yield Finding(part, OK, f"{_version(package) or 'installed'} ({use})")
         else:
             yield Finding(part, OK, f"{_version(package) or 'installed'}, for GPUs only ({use})")
-    library, use = "pytorch-optimizer", "optim=galore_adamw, optim=adamw_schedule_free"
-    found = _version(library) or "not installed; optional: pip install 'trainer[optimizers]'"
-    yield Finding(library, OK, f"{found} ({use})")
+    for library, extra, use in (
+        ("pytorch-optimizer", "optimizers", "optim=galore_adamw, optim=adamw_schedule_free"),
+        ("gguf", "gguf", "merge.format=gguf"),
+        ("lm-eval", "tasks", "evaluate tasks="),
+    ):
+        found = _version(library) or f"not installed; optional: pip install 'trainer[{extra}]'"
+        yield Finding(library, OK, f"{found} ({use})")
 
 
 def _missing_of_varlen() -> str | None:

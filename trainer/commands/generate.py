@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.arguments import DEVICE, TRUST, key_values, run_argument, whole_number
+from trainer.commands.arguments import DEVICE, TRUST, key_values, real_number, run_argument, whole_number
 from trainer.data.sources.files import DataFile
 from trainer.data.sources.rows import json_value, read_pieces, text_of
 from trainer.data.tokens.counts import ASKED_AS
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from trainer.export.reload import Trained
 
 ARGUMENTS = ("prompt", "prompts", "to", "system", "as", "max_new_tokens", "batch_size")
+DRAWN = ("temperature", "top_p", "top_k", "seed")
 
 HELP = """trainer generate run=DIR [prompt="..."] [prompts=FILE [to=FILE] [batch_size=8]] [system="..."]
-                 [as=chat|text] [max_new_tokens=256]
+                 [as=chat|text] [max_new_tokens=256] [temperature=0.7 [top_p=0.9] [top_k=40] [seed=0]] [device=cpu]
 
-Answers with the run's adapter on its base (or with its model). Greedy: the same prompt, the same answer.
+Answers with the run's adapter on its base (or with its model). Greedy, the same prompt, the same answer, unless one of
+temperature, top_p and top_k asks for drawn tokens; the seed says which.
 
   prompt="..."     one answer, shown as it is written
   prompts=FILE     answers to all prompts of a file, in batches: a prompt a line, or a .jsonl file of texts, of
@@ -38,20 +40,27 @@ Answers with the run's adapter on its base (or with its model). Greedy: the same
 
 
 def run(words: list[str]) -> int:
-    folder, saved = run_argument(words, ARGUMENTS)
-    arguments = key_values(words, ("run", TRUST, DEVICE, *ARGUMENTS))
+    folder, saved = run_argument(words, (*ARGUMENTS, *DRAWN))
+    arguments = key_values(words, ("run", TRUST, DEVICE, *ARGUMENTS, *DRAWN))
     limit, batch_size = whole_number(arguments, "max_new_tokens", 1, 256), whole_number(arguments, "batch_size", 1, 8)
     prompt, file, to, system = (arguments.get(name) for name in ("prompt", "prompts", "to", "system"))
     _check(prompt, file, to)
+    drawn = _drawn(arguments)
     way = _way(arguments.get("as"), folder, system)
     all_asked = None if file is None else read_prompts(Path(file), system, way == "text")
     with loading():
+        import torch
+
+        from trainer.export.answering import Sampling
         from trainer.export.dialogue import Conversation
         from trainer.export.reload import load_trained
         from trainer.tracking.console import Screen, quiet_libraries
 
     quiet_libraries(Screen())
     trained = load_trained(saved, folder)
+    if drawn is not None:
+        trained.sampling = Sampling(*drawn)
+        torch.manual_seed(whole_number(arguments, "seed", 0, 0))
     print(f"{ASKED_AS[way]} (as=chat or as=text chooses)", file=sys.stderr)
     if all_asked is not None:
         _batches(trained, all_asked, limit, batch_size, None if to is None else Path(to))
@@ -62,6 +71,18 @@ def run(words: list[str]) -> int:
         print()
         return 0
     return _chat(conversation)
+
+
+def _drawn(arguments: dict[str, str]) -> tuple[float, float, int] | None:
+    """Temperature, top_p and top_k where one is asked for; None: greedy. Raises ConfigError."""
+    temperature = real_number(arguments, "temperature", 0.0, 1.0)
+    top_p, top_k = real_number(arguments, "top_p", 0.0, 1.0), whole_number(arguments, "top_k", 0, 0)
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p={arguments['top_p']}: must be above 0 and at most 1")
+    whole_number(arguments, "seed", 0, 0)
+    if temperature == 0 or not {"temperature", "top_p", "top_k"} & arguments.keys():
+        return None
+    return temperature, top_p, top_k
 
 
 def _way(given: str | None, folder: Path, system: str | None) -> str:

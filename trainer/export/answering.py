@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,19 @@ from transformers import PreTrainedModel, TextStreamer
 
 from trainer.data.chat.encoder import Asked, Encoder
 from trainer.model.precision import Dtypes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn; without it the likeliest is taken. Holtzman et al. 2019 for top_p."""
+
+    temperature: float
+    """divides the logits"""
+    top_p: float
+    """of the likeliest tokens that have this probability together"""
+    top_k: int
+    """of so many of the likeliest; 0: of all"""
+
 
 Say = Callable[[str], None]
 """Takes the next piece of an answer."""
@@ -27,10 +41,12 @@ def answer(
     max_new_tokens: int,
     dtypes: Dtypes,
     say: Say | None = None,
+    sampling: Sampling | None = None,
 ) -> str:
-    """The model's greedy answer to a prompt (token ids from `encoder.prompt`); `say` hears it piece by piece."""
+    """The model's answer to a prompt (token ids from `encoder.prompt`), greedy unless it is drawn; `say` hears it
+    piece by piece."""
     streamer = None if say is None else _Pieces(encoder, say)
-    (text,) = _generate(model, encoder, [prompt], end_tokens, max_new_tokens, dtypes, streamer)
+    (text,) = _generate(model, encoder, [prompt], end_tokens, max_new_tokens, dtypes, streamer, sampling)
     return text
 
 
@@ -41,9 +57,10 @@ def answer_many(
     end_tokens: list[int],
     max_new_tokens: int,
     dtypes: Dtypes,
+    sampling: Sampling | None = None,
 ) -> list[str]:
-    """Greedy answers to prompts, all in one batch."""
-    return _generate(model, encoder, prompts, end_tokens, max_new_tokens, dtypes, None)
+    """Answers to prompts, all in one batch."""
+    return _generate(model, encoder, prompts, end_tokens, max_new_tokens, dtypes, None, sampling)
 
 
 def tidied(asked: Asked, text: str) -> str:
@@ -60,6 +77,7 @@ def _generate(
     max_new_tokens: int,
     dtypes: Dtypes,
     streamer: TextStreamer | None,
+    sampling: Sampling | None,
 ) -> list[str]:
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
@@ -69,12 +87,12 @@ def _generate(
     rows = [[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
     masks = [[0] * n + [1] * len(prompt) for n, prompt in zip(padding, prompts, strict=True)]
     more: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+    more |= {"do_sample": False} if sampling is None else {"do_sample": True, **asdict(sampling)}
     with generating(model), dtypes.autocast() if dtypes.device_type == "cuda" else nullcontext():
         output = model.generate(
             input_ids=torch.tensor(rows, device=device),  # (B, T)
             attention_mask=torch.tensor(masks, device=device),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             eos_token_id=end_tokens,
             pad_token_id=pad,
             use_cache=True,

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from transformers import AutoModelForCausalLM
 
 from trainer.config.saved import Run
 from trainer.data.tokens.tokenize import Tokens
 from trainer.device.find import find_device
 from trainer.device.measure import Memory
 from trainer.errors import ModelError
-from trainer.export.merged_folder import built, check_target, write_model
+from trainer.export import gguf_files
+from trainer.export.merged_folder import built, built_file, check_target, write_model
 from trainer.export.merging import Merger, Onto, in_effect
 from trainer.export.receipt import Difference, difference, lines, reference
 from trainer.export.reload import find_result, load_trained
-from trainer.export.rows import held_out_rows
-from trainer.model.loading.architecture import building
+from trainer.export.rows import asked_rows
+from trainer.model.loading.base import load_config
 from trainer.tracking.run_folder import RunFolder, versions
 from trainer.units import GIB
 
@@ -52,13 +54,11 @@ def merge(run: Run, folder: Path, wanted: Wanted, screen: Screen) -> dict[str, A
     result, device = find_result(folder), find_device(run.config.device)
     tokens = None
     if wanted.rows:  # what can fail without weights fails before any is read
-        with building(f"{result}: cannot be loaded"):
-            tokenizer = AutoTokenizer.from_pretrained(result)
-        tokens, which = held_out_rows(run.config, folder, tokenizer)
+        tokens, which = asked_rows(run.config, folder, named=False)
     with Memory(torch.device("cpu")) as memory:
         merger = Merger(run.config, result, wanted.onto, device, run.config.precision.build(device))
         dtype = wanted.dtype or merger.own_dtype()
-        check_target(wanted.target, sum(count for _, count in merger.sizes()) * dtype.itemsize)
+        check_target(wanted.target, _bytes(merger, dtype))
         screen.say(_announcement(run, folder, wanted, merger, dtype))
         with built(wanted.target) as half:
             size = write_model(merger, half, result, dtype, wanted.shard, screen)
@@ -74,6 +74,33 @@ def merge(run: Run, folder: Path, wanted: Wanted, screen: Screen) -> dict[str, A
         f"training {receipt['training_peak_memory_gib'] or 0:.2f})"
     )
     return receipt
+
+
+def to_gguf(run: Run, folder: Path, wanted: Wanted, screen: Screen) -> None:
+    """Writes the merged model as one GGUF file. Raises TrainerError, and leaves nothing then."""
+    result, device = find_result(folder), find_device(run.config.device)
+    merger = Merger(run.config, result, wanted.onto, device, run.config.precision.build(device))
+    dtype = wanted.dtype or torch.float16
+    check_target(wanted.target, _bytes(merger, dtype))
+    screen.say(_announcement(run, folder, wanted, merger, dtype))
+    with built_file(wanted.target) as half:
+        gguf_files.write_model(merger, result, half, dtype)
+    screen.say(f"merged model: {wanted.target} ({wanted.target.stat().st_size / GIB:.2f} GiB)")
+
+
+def adapter_to_gguf(run: Run, folder: Path, target: Path, screen: Screen) -> None:
+    """Writes the adapter alone as a GGUF file, for a GGUF of its base. Raises TrainerError, and leaves nothing then."""
+    result = find_result(folder)
+    if result.name != "adapter":
+        raise ModelError(f"run={folder}: trained every weight and has no adapter. Use merge.format=gguf.")
+    check_target(target, (result / SAFETENSORS_WEIGHTS_NAME).stat().st_size)
+    with built_file(target) as half:
+        gguf_files.write_adapter(load_config(run.config.model), result, half)
+    screen.say(f"adapter for llama.cpp's --lora: {target}, on a GGUF of {run.config.model.path}")
+
+
+def _bytes(merger: Merger, dtype: torch.dtype) -> int:
+    return sum(shape.numel() for _, shape in merger.sizes()) * dtype.itemsize
 
 
 def _announcement(run: Run, folder: Path, wanted: Wanted, merger: Merger, dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 
-from trainer.atomic import replace_folder
+from trainer.atomic import flush, replace_folder
 from trainer.errors import StorageError
 from trainer.export.merging import Merger
 from trainer.model.loading.folder import CONFIG, INDEX, SINGLE, WEIGHTS
@@ -39,6 +39,21 @@ def check_target(target: Path, needed: int) -> None:
             f"to={target}: the merged model needs {needed / GIB:.2f} GiB, and {nearest} has {free / GIB:.2f} GiB free. "
             "Free some space, choose another disk with to=, or a smaller merge.dtype."
         )
+
+
+@contextmanager
+def built_file(target: Path) -> Iterator[Path]:
+    """The same for a single file."""
+    building = target.with_name(f".building-{target.name}")
+    try:
+        building.parent.mkdir(parents=True, exist_ok=True)
+        yield building
+        flush(building)
+        building.rename(target)
+    except OSError as error:
+        raise StorageError(f"to={target}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        building.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -86,12 +101,12 @@ def write_model(merger: Merger, building: Path, result: Path, dtype: torch.dtype
     return total
 
 
-def _plan(sizes: list[tuple[str, int]], itemsize: int, shard: int) -> tuple[dict[str, str], int]:
+def _plan(sizes: list[tuple[str, torch.Size]], itemsize: int, shard: int) -> tuple[dict[str, str], int]:
     """The file of each tensor, by its name, and the bytes of all; a shard is full before it would be larger."""
     numbers, held, total = {}, 0, 0
     number = 1
-    for name, count in sizes:
-        size = count * itemsize
+    for name, shape in sizes:
+        size = shape.numel() * itemsize
         if held and held + size > shard:
             number, held = number + 1, 0
         held, total = held + size, total + size

@@ -88,11 +88,11 @@ class Merger:
 
         Raises ModelError for a method that does not merge, ConfigError for a base that there is not.
         """
-        self.config, self.onto, self.dtypes = config, onto, dtypes
+        self.config, self.onto, self.device, self.dtypes = config, onto, device, dtypes
         if result.name == "model":
             self._whole_model(result)
         else:
-            self._adapter(result, device)
+            self._adapter(result)
         self.tied = self._still_tied()
         """whether the merged model's head is its embedding"""
         self.model.config.get_text_config().tie_word_embeddings = self.tied
@@ -107,14 +107,14 @@ class Merger:
             self.model = skeleton(AutoConfig.from_pretrained(result), self.config.model.trust_remote_code)
         self.adapted: torch.nn.Module = self.model
         self.files = FromFiles(result, weight_files(result, str(result)), None, str(result), self.model)
-        self._note_base(None)
+        self._note_base()
         _hollow(self.model)
 
-    def _adapter(self, result: Path, device: torch.device) -> None:
+    def _adapter(self, result: Path) -> None:
         config = self.config
         if config.model.weights is Weights.random:
             raise ModelError("this run's base was random weights, which are not kept: there is nothing to merge into.")
-        share = config.adapter.weight_share(config.quant, self.dtypes.compute, device)
+        share = config.adapter.weight_share(config.quant, self.dtypes.compute, self.device)
         if self.onto is Onto.dequantized and config.quant.loaded_as is None:
             raise ConfigError("merge.base=dequantized: this run's base was not quantised (quant=none). Leave it out.")
         self.model = skeleton(load_config(config.model), config.model.trust_remote_code)
@@ -127,7 +127,7 @@ class Merger:
         with building(f"{result}: cannot be loaded"):
             tokenizer = AutoTokenizer.from_pretrained(result)
             grow(self.model, tokenizer.convert_tokens_to_ids(config.model.new_tokens))
-        self._note_base(device)
+        self._note_base()
         self.shared = set() if share is None else set(find_targets(self.model, config.adapter.target_modules))
         with building(f"{result}: cannot be loaded"):
             keys = adapter_keys(config.model)
@@ -136,7 +136,7 @@ class Merger:
             ).get_base_model()
         self.method = str(getattr(self.model.peft_config["default"].peft_type, "value", "this method"))
 
-    def _note_base(self, device: torch.device | None) -> None:
+    def _note_base(self) -> None:
         """What of the base is asked for later, before the adapter changes its modules."""
         model, quant = self.model, self.config.quant
         names = {module: name for name, module in model.named_modules()}
@@ -145,7 +145,7 @@ class Merger:
         self.quantised, self.shared, self.method = set(), set(), "none"
         if self.onto is Onto.dequantized:
             self.quantised = set(decoder_linears(model))
-            self.through = round_trip(quant, self.dtypes.compute, device)
+            self.through = round_trip(quant, self.dtypes.compute, self.device)
 
     def _still_tied(self) -> bool:
         """An adapter on the head or the embedding alone parts what was one table."""
@@ -157,10 +157,10 @@ class Merger:
             return rows.tied_adapter is not None
         return not any(Piece("", module).adapted for module in (table, head))
 
-    def sizes(self) -> list[tuple[str, int]]:
-        """Each tensor's name and how many numbers it has, in the order of `tensors`."""
+    def sizes(self) -> list[tuple[str, torch.Size]]:
+        """Each tensor's name and shape, in the order of `tensors`."""
         return [
-            (f"{piece.name}.{own}", parameter.numel())
+            (f"{piece.name}.{own}", parameter.shape)
             for piece in self.pieces
             for own, parameter in piece.base._parameters.items()
             if parameter is not None
@@ -169,7 +169,7 @@ class Merger:
     @property
     def largest(self) -> int:
         """Numbers in the largest layer."""
-        return max(count for _, count in self.sizes())
+        return max(shape.numel() for _, shape in self.sizes())
 
     def own_dtype(self) -> torch.dtype:
         """Of the base's weights, as its first is."""
@@ -216,6 +216,7 @@ class Merger:
 
         That share is a part of the adapter's file, taken off there, so it is added here.
         """
+        weight = weight.to(self.device)  # each kind of device rounds in its own way
         if name not in self.shared:
             return self.through(weight).cpu()
         adapter = self.config.adapter

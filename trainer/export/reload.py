@@ -18,7 +18,7 @@ from trainer.data.chat.messages import BadRow
 from trainer.data.data_settings import TrainOn
 from trainer.device.find import find_device
 from trainer.errors import DataError, ModelError
-from trainer.export.answering import Say, answer, answer_many, tidied
+from trainer.export.answering import Sampling, Say, answer, answer_many, tidied
 from trainer.memory.predict.planner import Planner
 from trainer.model.adapters.weight_share import WeightShare
 from trainer.model.attention import choose_padded
@@ -43,6 +43,9 @@ class Trained:
     weight_share: WeightShare | None = None
     """what took a part of the base's weights for the adapter"""
 
+    sampling: Sampling | None = None
+    """how answers are drawn; None: greedy"""
+
     def without_adapter(self) -> AbstractContextManager[None]:
         """The base as it was before training, within what quantising lost. Only where there is an adapter."""
         assert self.adapted is not None
@@ -63,18 +66,22 @@ class Trained:
             raise DataError(f"{error}.") from None
 
     def answer(self, asked: Asked, max_new_tokens: int, say: Say | None = None) -> str:
-        """The greedy answer; `say` hears it piece by piece. Raises DataError where the template refuses."""
+        """The answer; `say` hears it piece by piece. Raises DataError where the template refuses."""
         prompt = self.prompt(asked)
         self._check_length(prompt, max_new_tokens)
-        text = answer(self.model, self.encoder, prompt, self.end_tokens, max_new_tokens, self.dtypes, say)
+        text = answer(
+            self.model, self.encoder, prompt, self.end_tokens, max_new_tokens, self.dtypes, say, self.sampling
+        )
         return tidied(asked, text)
 
     def answer_many(self, all_asked: Sequence[Asked], max_new_tokens: int) -> list[str]:
-        """Greedy answers of one batch."""
+        """Answers of one batch."""
         prompts = [self.prompt(asked) for asked in all_asked]
         for prompt in prompts:
             self._check_length(prompt, max_new_tokens)
-        texts = answer_many(self.model, self.encoder, prompts, self.end_tokens, max_new_tokens, self.dtypes)
+        texts = answer_many(
+            self.model, self.encoder, prompts, self.end_tokens, max_new_tokens, self.dtypes, self.sampling
+        )
         return [tidied(asked, text) for asked, text in zip(all_asked, texts, strict=True)]
 
     def _check_length(self, prompt: list[int], max_new_tokens: int) -> None:

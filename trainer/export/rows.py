@@ -6,9 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import AutoTokenizer
+
 from trainer.data.tokens.gather import read_data
 from trainer.data.tokens.tokenize import Tokens
 from trainer.errors import ConfigError
+from trainer.export.reload import find_result
+from trainer.model.loading.architecture import building
 from trainer.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -36,3 +40,20 @@ def held_out_rows(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBa
     if loaded.held_out is not None:
         return loaded.held_out, "held-out"
     return loaded.train_set, "training (none were held out)"
+
+
+def asked_rows(
+    config: Config, folder: Path, named: bool, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[Tokens, str]:
+    """All rows of `config.data` where the user `named` them, else those that the run held out; and which, in words."""
+    tokenizer = tokenizer or result_tokenizer(find_result(folder))
+    if not named:
+        return held_out_rows(config, folder, tokenizer)
+    loaded = read_data(as_of(config.data, folder), config.seed, tokenizer)
+    return loaded.train_set, "given"
+
+
+def result_tokenizer(result: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a run's adapter or model. Raises ModelError."""
+    with building(f"{result}: cannot be loaded"):
+        return AutoTokenizer.from_pretrained(result)
