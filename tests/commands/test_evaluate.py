@@ -75,7 +75,8 @@ def test_without_words_it_is_the_run_s_own_last_evaluation(run):
     found = json.loads((run / "evaluation.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     assert found["rows"] == "held-out"
-    assert found["sources"]["held-out"]["trained"]["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
+    (only,) = found["sources"].values()
+    assert only["trained"]["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
 
 
 def test_an_interval_is_as_wide_as_the_ratio_s_standard_error_says():
