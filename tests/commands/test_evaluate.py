@@ -80,7 +80,9 @@ def test_without_words_it_is_the_run_s_own_last_evaluation(run):
 
 
 def test_an_interval_is_as_wide_as_the_ratio_s_standard_error_says():
-    """Oracle: the linearised standard error of a ratio of sums (Cochran 1977, section 2.11)."""
+    """Oracle: the linearised standard error of a ratio of sums (Cochran 1977, section 2.11).
+
+    Of 1,000 resamples a tail's percentile is itself known to 0.085 of that error."""
     rng = np.random.default_rng(1)
     counts = rng.integers(5, 50, 800)
     sums = counts * rng.gamma(4.0, 0.5, 800)
@@ -88,8 +90,8 @@ def test_an_interval_is_as_wide_as_the_ratio_s_standard_error_says():
     loss = sums.sum() / counts.sum()
     error = np.sqrt(((sums - loss * counts) ** 2).sum()) / counts.sum()
     assert one["trained"]["loss"] == pytest.approx(loss)
-    assert one["trained"]["loss_low"] == pytest.approx(loss - 1.96 * error, abs=0.15 * error)
-    assert one["trained"]["loss_high"] == pytest.approx(loss + 1.96 * error, abs=0.15 * error)
+    assert one["trained"]["loss_low"] == pytest.approx(loss - 1.96 * error, abs=0.3 * error)
+    assert one["trained"]["loss_high"] == pytest.approx(loss + 1.96 * error, abs=0.3 * error)
     gain = one["gain"]  # every target costs the base one nat more: paired, that is certain
     assert [gain[key] for key in ("loss", "loss_low", "loss_high")] == pytest.approx([1.0, 1.0, 1.0])
 
