@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+
 import peft
 import pytest
 import torch
 from peft.utils.integrations import dequantize_module_weight
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.factories import FP32, gradients, largest_difference, option
+from tests.factories import FP32, gradients, largest_difference, option, packed_batch, random_tokens
+from tests.support import train_here
 from trainer.config.compose import compose
 from trainer.errors import ModelError
+from trainer.memory.predict.planner import Planner
+from trainer.memory.predict.profile import Shape
 from trainer.model.experts import Stack4bit, stacks
+from trainer.model.live_storages import LiveStorages
 from trainer.model.loading import base as load
 from trainer.model.loading.architecture import skeleton, written_config
 from trainer.model.loading.assemble import assemble, at_random
@@ -155,6 +162,36 @@ def test_a_saved_adapter_reloads_through_plain_peft(kind, tmp_path):
     assert (plain[0] - found).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("policy", ["full", "selective", "none"])
+@pytest.mark.parametrize("targets", [[], EXPERTS], ids=["attention", "experts"])
+def test_the_plan_is_what_a_step_takes_however_tokens_are_routed(policy, targets):
+    fields = {**SMALL, **KINDS["qwen3_moe"], "hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 3}
+    words = ["model.weights=random", "quant=nf4", "precision=fp32", f"checkpointing={policy}", "device=cpu"]
+    run = compose([*words, f"adapter.target_parameters=[{','.join(targets)}]"]).config
+    run.model.architecture = {"model_type": "qwen3_moe", **fields}
+    tokens = random_tokens([150, 106], targets=1.0)
+    batch = packed_batch(tokens)
+    config = load.load_config(run.model)
+    planner = Planner(run, config, Shape((150, 106), batch.num_targets, True))
+    prediction = planner.predict()
+    torch.manual_seed(0)
+    base = load.load_base(run.model, config, run.quant, FP32, CPU, "trainer_packed")
+    model = run.adapter.attach(base)
+    base.train()
+    run.checkpointing.apply(base)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    storages = LiveStorages(1)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storages.hold(tensor, tensor.grad)
+    with storages:
+        storages.mark()
+        run.loss.sum(base, batch).backward()
+        _, peak = storages.mark()
+    assert peak == pytest.approx(prediction.peak - planner.optimizer.state, rel=0.05)
+
+
 def test_routers_are_neither_quantised_nor_adapted():
     config = AutoConfig.for_model("qwen2_moe", **{**SMALL, "num_experts": 4, "num_experts_per_tok": 2})
     model = skeleton(config)
@@ -178,3 +215,25 @@ def test_an_architecture_block_takes_published_names():
     architecture = {"model_type": "qwen3_moe", "num_experts": 8, "head_dim": 128}
     config = written_config(architecture)
     assert (config.num_experts, config.head_dim) == (8, 128)
+
+
+@pytest.mark.slow
+def test_a_run_streams_and_resumes_bit_for_bit(base_overrides, tmp_path):
+    added = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    words = [*base_overrides, "quant=nf4", "model.weights=random", "model.architecture.model_type=qwen3_moe"]
+    words += [f"+model.architecture.{key}={value}" for key, value in added.items()]
+    words += ["model.architecture.num_hidden_layers=5", f"adapter.target_parameters=[{','.join(EXPERTS)}]"]
+    words += ["train.max_steps=4", "train.save_every=2", "train.keep_checkpoints=9"]
+    train_here(words, tmp_path / "resident")
+    train_here([*words, "offload=base_cpu"], tmp_path / "streamed")
+    stopped = tmp_path / "stopped"
+    shutil.copytree(tmp_path / "resident", stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step-00000004")
+    (stopped / "checkpoints" / "last").write_text("step-00000002\n")
+    (stopped / "summary.json").unlink()
+    shutil.rmtree(stopped / "adapter")
+    train_here(words, stopped)
+    expected = load_file(tmp_path / "resident" / "adapter" / "adapter_model.safetensors")
+    for other in ("streamed", "stopped"):
+        found = load_file(tmp_path / other / "adapter" / "adapter_model.safetensors")
+        assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
