@@ -132,3 +132,9 @@ def test_in_an_evaluation(bad, job, tmp_path, monkeypatch):
     assert (summary["best_eval_loss"], summary["best_step"], summary["eval_loss"]) == (2.5, 4, 2.75)
     assert [row["eval_loss"] for row in metrics(tmp_path, "eval")] == [3.0, None, 2.5, 2.75]
     assert (tmp_path / "checkpoints/best").read_text() == "step-00000004\n"
+
+
+def test_in_the_first_gradient(job, tmp_path):
+    """A scale at the end of its range, before any step."""
+    with pytest.raises(NonFiniteError, match=r"lower adapter\.alpha"):
+        train_here([*job, "adapter.alpha=1e38"], tmp_path / "run")

@@ -11,7 +11,7 @@ import torch
 
 from trainer.data.batches.batch import MicroBatch, collate
 from trainer.data.tokens.tokenize import TokenSet
-from trainer.errors import ModelError
+from trainer.errors import ModelError, NonFiniteError
 from trainer.model.precision import Dtypes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_packing(
     `packed` puts the two in one row, else each in its own padded row: that checks the loss path, too. `rounding`: the
     relative error of what the base's arithmetic rounds beside its dtype (quant=int8), of which a loss shows a few and a
     gradient some dozens. What the loss leaves to the
-    model's head is compared apart, at many sizes. Raises ModelError.
+    model's head is compared apart, at many sizes. Raises ModelError, NonFiniteError.
     """
     loss_share = max(LOSS[dtypes.compute], 4 * rounding)
     gradient_share = max(GRADIENT[dtypes.compute], 40 * rounding)
@@ -58,6 +58,11 @@ def check_packing(
             f"packing check: the model itself gives a loss of {together.expected} on two short samples. Its weights "
             f"are not all finite, or its numbers are too large for {str(dtypes.compute).removeprefix('torch.')}: "
             "try precision=fp32, or fetch the model again."
+        )
+    if not math.isfinite(together.gradient):
+        raise NonFiniteError(
+            "packing probe: the gradients of two short samples are not finite, though their loss is. A number is too "
+            "large: lower adapter.alpha, or try precision=fp32 or loss=full."
         )
     if packed and apart.within(loss_share, gradient_share):
         cause, way_out = "packed samples would see each other", "Use packing=none."
