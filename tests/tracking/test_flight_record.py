@@ -1,4 +1,4 @@
-"""flight.bin: every step's samples, over a stop and a resume, in four bytes a sample."""
+"""flight.record: every step's samples, over a stop and a resume, in four bytes a sample."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def check_data(folder: Path, record: RunRecord, prepared: Prepared) -> None:
 def _check_steps(folder: Path, flights: Flights, first: int, last: int) -> None:
     """Raises ConfigError or StorageError where the run has no such steps."""
     if not flights:
-        raise StorageError(f"run={folder}: has no flight.bin: no step was done, or an earlier version ran it.")
+        raise StorageError(f"run={folder}: has no flight.record: no step was done, or an earlier version ran it.")
     missing = [step for step in (first, last) if step not in flights]
     if missing:
         raise ConfigError(f"step={missing[0]}: the run has steps {min(flights)} to {max(flights)}")

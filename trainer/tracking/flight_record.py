@@ -1,4 +1,4 @@
-"""flight.bin: which samples every optimizer step had, and its gradient norm.
+"""flight.record: which samples every optimizer step had, and its gradient norm.
 
 Little-endian records, one a step: step (uint32), number of micro-batches (uint32), gradient norm (float64), how many
 samples each micro-batch has, then their numbers in the training set (uint32 each; of a stream, in their window). Four
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-FLIGHT = "flight.bin"
+FLIGHT = "flight.record"
 _HEAD = struct.Struct("<IId")
 
 
@@ -39,7 +39,7 @@ class Flights(dict[int, Flight]):
 
 
 class FlightRecord:
-    """Appends steps to a run's flight.bin."""
+    """Appends steps to a run's flight.record."""
 
     def __init__(self, file: Path, last: int):
         """`last`: the step that the run goes on from; what is kept of later ones, or half, is dropped."""
