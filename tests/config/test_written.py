@@ -50,7 +50,7 @@ def test_a_callback_in_a_file_does_not_run(folder, where, capsys):
     hydra = f"hydra:\n  callbacks:\n    x: {{_target_: pickle.loads, data: {stored}}}\n"
     file = write(folder, hydra, "recipes/mine.yaml" if where == "recipe" else "conf/sweep/mine.yaml")
     words = ["recipe=mine"] if where == "recipe" else ["recipe=quickstart", "sweep=mine"]
-    for more in ([], ["--cfg", "job"], ["--info"], ["-m"]):
+    for more in ([], ["--cfg", "job"], ["--info", "config"], ["-m"]):
         assert here(*words, *more, "output_dir=out") == 2
         err = capsys.readouterr().err
         assert f"{file}:3: hydra.callbacks.x._target_: pickle.loads: a file names nothing that runs" in err

@@ -23,6 +23,7 @@ from trainer.model.loading import base as load
 from trainer.model.loading.architecture import skeleton, written_config
 from trainer.model.loading.assemble import assemble, at_random
 from trainer.model.mixtures import decoder_experts, routers
+from trainer.run.prepare import check_shape
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -209,6 +210,12 @@ def test_what_would_stay_in_16_bits_is_refused_by_name():
         del model.get_submodule(name).is_transposed
     with pytest.raises(ModelError, match="quant=nf4: the experts of this mixtral.*way of their own"):
         option("quant", "nf4").check_experts(model)
+
+
+def test_a_cache_that_would_not_hold_the_experts_is_refused():
+    config = compose(["data.path=x", "quant=nf4", "model.quantized_cache=true"]).config
+    with pytest.raises(ModelError, match="model.quantized_cache=true.*stacked experts of this mixtral"):
+        check_shape(config, skeleton(config_of("mixtral")))
 
 
 def test_an_architecture_block_takes_published_names():

@@ -60,6 +60,15 @@ def check_auxiliary_loss(model: torch.nn.Module) -> None:
         )
 
 
+def check_not_cached(model: torch.nn.Module, quantized_cache: bool) -> None:
+    """Raises ModelError where a cache is asked for that holds no stacks."""
+    if quantized_cache and decoder_experts(model):
+        raise ModelError(
+            f"model.quantized_cache=true: the cache does not hold the stacked experts of this {model.config.model_type} "
+            "yet. Use model.quantized_cache=false."
+        )
+
+
 def routers(model: torch.nn.Module) -> set[str]:
     """Names of linear layers beside stacked experts that give a number an expert, or one for a shared expert: they
     stay as they are and frozen."""

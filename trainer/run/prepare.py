@@ -28,7 +28,7 @@ from trainer.model.families import rotary_boundary
 from trainer.model.fused.tiles import check_tiles
 from trainer.model.loading.architecture import skeleton
 from trainer.model.loading.base import decoder_in_whole, load_config, load_tokenizer
-from trainer.model.mixtures import check_auxiliary_loss
+from trainer.model.mixtures import check_auxiliary_loss, check_not_cached
 from trainer.model.offload.block_stream import BlockSource
 from trainer.model.precision import Dtypes
 from trainer.run.beginning import Beginning
@@ -148,6 +148,7 @@ def check_shape(config: Config, shape: PreTrainedModel) -> None:
     config.quant.check(config.adapter.trained_whole(shape))
     config.quant.check_experts(shape)
     check_auxiliary_loss(shape)
+    check_not_cached(shape, config.model.quantized_cache)
     check_tiles(shape, config.model.mlp_tiles)
 
 
