@@ -214,7 +214,7 @@ def test_what_would_stay_in_16_bits_is_refused_by_name():
 
 def test_a_cache_that_would_not_hold_the_experts_is_refused():
     config = compose(["data.path=x", "quant=nf4", "model.quantized_cache=true"]).config
-    with pytest.raises(ModelError, match="model.quantized_cache=true.*stacked experts of this mixtral"):
+    with pytest.raises(ModelError, match="model.quantized_cache=true.*the experts of this mixtral"):
         check_shape(config, skeleton(config_of("mixtral")))
 
 

@@ -64,8 +64,8 @@ def check_not_cached(model: torch.nn.Module, quantized_cache: bool) -> None:
     """Raises ModelError where a cache is asked for that holds no stacks."""
     if quantized_cache and decoder_experts(model):
         raise ModelError(
-            f"model.quantized_cache=true: the cache does not hold the stacked experts of this {model.config.model_type} "
-            "yet. Use model.quantized_cache=false."
+            f"model.quantized_cache=true: the experts of this {model.config.model_type} are stacked tensors, which the "
+            "cache does not hold yet. Use model.quantized_cache=false."
         )
 
 

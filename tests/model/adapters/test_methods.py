@@ -8,7 +8,8 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 
 from tests.factories import FP32, llama, option, packed_batch, random_tokens
-from trainer.errors import ModelError
+from trainer.config.compose import compose
+from trainer.errors import ConfigError, ModelError
 from trainer.model.loading.assemble import assemble, at_random
 from trainer.run.build import begin_from
 
@@ -79,6 +80,13 @@ def test_a_fresh_one_changes_nothing_and_a_merged_one_answers_the_same(name):
 def test_rslora_scales_by_the_root_of_the_rank():
     layers = [m for m in adapter("rslora", alpha=8).attach(llama()).modules() if hasattr(m, "lora_A")]
     assert len(layers) == 14 and all(layer.scaling == {"default": 8 / R**0.5} for layer in layers)
+
+
+@pytest.mark.parametrize("words", ["quant=int8", "offload=base_cpu", "offload=base_disk"])
+def test_dora_is_refused_where_it_cannot_read_the_weights(words):
+    compose(["data.path=x", "adapter=dora", "quant=nf4"])
+    with pytest.raises(ConfigError, match=f"adapter=dora: begins from .*{words}"):
+        compose(["data.path=x", "adapter=dora", words])
 
 
 def test_dora_is_a_length_times_a_direction():

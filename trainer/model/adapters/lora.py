@@ -15,7 +15,7 @@ from trainer.model.adapters.targets import decoder_linears, ends_with, find_targ
 from trainer.model.mixtures import stack_names
 from trainer.model.roles import set_rate_ratio
 from trainer.ranges import AT_LEAST_1, BELOW_1, POSITIVE
-from trainer.registry import option
+from trainer.registry import name_of, option
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +177,16 @@ class DoRA(LoRA):
     variant = {"use_dora": True}
     adapts_stacks = False
     costs = "norms of the adapted weights in every forward pass"
+
+    def problems(self, config):
+        problems = super().problems(config)
+        if config.offload.streams:
+            key = f"offload={name_of('offload', config.offload)}"
+            problems.append(f"adapter=dora: begins from the norms of weights that {key} moves away: use adapter=lora")
+        if config.quant.loaded_as is not None and not config.quant.stores_4bit:
+            key = f"quant={name_of('quant', config.quant)}"
+            problems.append(f"adapter=dora: begins from the weights' norms, which {key} cannot give: use quant=nf4")
+        return problems
 
 
 @option("adapter", "lora_plus")
