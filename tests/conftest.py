@@ -16,7 +16,7 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for name in ("WANDB_API_KEY", "HF_TOKEN"):
+for name in ("WANDB_API_KEY", "HF_TOKEN", "COLUMNS"):  # xdist sets the last in its workers
     os.environ.pop(name, None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"

@@ -77,7 +77,7 @@ def test_a_step_that_was_not_made_is_refused(finished, tmp_path, capsys):
         replay(load_run(finished), finished, 9, 9, Screen())
     folder = tmp_path / "run"
     shutil.copytree(finished, folder, ignore=shutil.ignore_patterns(FLIGHT))
-    with pytest.raises(StorageError, match=r"has no flight\.bin"):
+    with pytest.raises(StorageError, match=r"has no flight\.record"):
         replay(load_run(folder), folder, 1, 1, Screen())
     assert here("replay", f"run={finished}", "step=three") == 2
     assert "step=three" in capsys.readouterr().err

@@ -119,7 +119,7 @@ data.chat_template=plain"""
 TECHNIQUES = [
     "adapter=dora optim=adafactor checkpointing=blocks checkpointing.none=[0]",
     "adapter=rslora optim=lion_8bit model.rope_scaling=linear model.rope_factor=2",
-    "adapter=lora_plus",
+    "adapter=lora_plus packing=auto",
     "adapter=loftq quant=nf4 optim=adamw_schedule_free schedule=constant",
     "adapter=pissa",
     "adapter=none quant=none optim=galore_adamw optim.rank=8",

@@ -68,7 +68,7 @@ def test_an_error_in_a_process_is_the_same_error(tmp_path):
     with file.open("a") as end:
         end.write("[\n")
     for workers in (1, 2):
-        assert f"{file}:10001: a JSON array" in refused(file, f"data.workers={workers}", "data.cache_dir=null")
+        assert f"{file}:10001: not JSON" in refused(file, f"data.workers={workers}", "data.cache_dir=null")
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])

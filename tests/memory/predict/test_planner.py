@@ -87,7 +87,7 @@ def test_a_budget_that_is_too_small_gets_ranked_ways(planner):
         pytest.param(
             ["checkpointing=none", "optim=adamw", "loss=full", "train.accumulation_steps=1"], marks=pytest.mark.slow
         ),
-        ["packing=none", "quant=none", "checkpointing=selective"],
+        pytest.param(["packing=none", "quant=none", "checkpointing=selective"], marks=pytest.mark.slow),
         pytest.param(["device=cuda", "quant=int8", "precision=bf16"], marks=pytest.mark.slow),
     ],
     ids=["nf4", "adamw", "padded", "cuda int8"],

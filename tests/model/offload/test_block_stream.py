@@ -220,5 +220,5 @@ def test_switched_off_adapters_give_the_resident_base():
         with model.disable_adapter():
             assert torch.equal(LOSS.sum(base, BATCHES[0]), expected)
         assert not torch.equal(LOSS.sum(base, BATCHES[0]), expected)
-    assert fused.describe(model).startswith("fused 5 q/k/v, 5 MLP")  # their proof by numbers fetched the blocks
+    assert fused.describe(model).startswith("fused 5 q/k/v groups, 5 MLPs")  # their proof by numbers fetched the blocks
     stream.close()
