@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from trainer.certificate.certificate import Certificate, certify
 from trainer.certificate.settle import CERTIFIED, certified
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 60
 README = Path(__file__).resolve().parents[2] / "README.md"
 BEGIN, END = "<!-- certified: begin -->", "<!-- certified: end -->"
 
@@ -78,12 +78,16 @@ def _in_a_process(kind: str) -> dict:
     process.start()
     theirs.close()
     try:
-        found = ours.recv() if ours.poll(LIMIT_SECONDS) else {"refused": f"no answer in {LIMIT_SECONDS} s"}
+        found = ours.recv() if ours.poll(LIMIT_SECONDS) else _unanswered(f"no answer in {LIMIT_SECONDS} s")
     except EOFError:
-        found = {"refused": "the process ended without an answer"}
+        found = _unanswered("the process ended without an answer")
     process.kill()
     process.join()
-    return {**Certificate(kind, kind).plain(), "reason": found.get("refused"), **found}
+    return {**Certificate(kind, kind).plain(), **found}
+
+
+def _unanswered(why: str) -> dict:
+    return {"holds": False, "refused": why, "reason": why}
 
 
 def _certify(kind: str, answer: Connection) -> None:
@@ -91,7 +95,7 @@ def _certify(kind: str, answer: Connection) -> None:
     try:
         config = AutoConfig.for_model(kind)
     except Exception as error:
-        answer.send({"holds": False, "refused": f"no default configuration: {_first(error)}"})
+        answer.send(_unanswered(f"no default configuration: {_first(error)}"))
         return
     certificate = certify(config, kind)
     answer.send({**certificate.plain(), "reason": certificate.reason})
