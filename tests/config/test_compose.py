@@ -67,6 +67,8 @@ def picks(row: int) -> dict[str, str]:
     recomputes = chosen["checkpointing"] not in ("none", "attention")
     streamed = {"fp4": "base_cpu", "nf4": "base_disk"}.get(chosen["quant"])
     chosen["offload"] = streamed or ("activations" if recomputes and chosen["quant"] == "none" else "none")
+    if chosen["adapter"] == "dora":  # reads the base's own weights
+        chosen |= {"quant": "nf4", "offload": "none"}
     chosen["kernels"] = "torch"
     if row >= ROWS - len(KERNELS):
         chosen |= {"kernels": KERNELS[row - ROWS], "quant": "nf4", "adapter": "lora"}
