@@ -33,7 +33,7 @@ def test_all_unknown_arguments_at_once_with_the_closest():
 
 
 def test_the_run_that_is_named(folder):
-    path, run = run_argument([f"run={folder}"], ())
+    path, run, _ = run_argument([f"run={folder}"], ())
     assert path == folder and run.config.seed == 3 and run.overrides == ["recipe=quickstart", "seed=3"]
 
 

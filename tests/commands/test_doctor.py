@@ -83,7 +83,7 @@ def test_tokens_and_keys_are_never_shown(monkeypatch, capsys):
 
 def test_without_token_and_key_it_says_so(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    monkeypatch.setattr("trainer.tracking.wandb.has_key", lambda: False)
+    monkeypatch.setattr("trainer.tracking.wandb_host.has_key", lambda: False)
     monkeypatch.delenv("WANDB_MODE")
     assert "no token" in only("hub").found
     row = only("W&B")

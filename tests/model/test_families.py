@@ -318,9 +318,8 @@ def test_a_model_that_caps_its_attention_trains_on_rows_as_each_alone(packing, t
     assert answers.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("trial", FAMILIES[:1], indirect=True, ids=lambda family: family.name)
 def test_a_tampered_adapter_is_one_line(trial, tmp_path):
-    if trial.family.name != "llama":
-        pytest.skip("one family is enough")
     for change in ({"peft_type": "EVIL"}, {"r": "x"}, {"r": 3}, {"target_modules": 5}):
         run_dir = shutil.copytree(trial.run_dir, tmp_path / f"{change}"[2:8], dirs_exist_ok=True)
         file = run_dir / "adapter" / "adapter_config.json"

@@ -15,7 +15,8 @@ from tests.processes import kill_after_step
 from tests.support import REPO, metrics, train_here
 from tests.tracking.offline import records
 from trainer.errors import Interrupted
-from trainer.tracking.wandb import Mode, has_key, resolve_mode
+from trainer.tracking.wandb import Mode, resolve_mode
+from trainer.tracking.wandb_host import has_key
 from trainer.training.watch import Watch
 
 

@@ -170,8 +170,9 @@ class Quantised(Check):
     def find(self, subject):
         import bitsandbytes as bnb
 
-        wanted = decoder_linears(subject.ours())
-        values = dict(subject.ours().named_parameters())
+        plain = subject.ours()
+        subject.config.quant.check_experts(plain)
+        wanted, values = decoder_linears(plain), dict(plain.named_parameters())
         base = subject.ours(quant=subject.config.quant)
         for name in wanted:
             layer = base.get_submodule(name)
@@ -258,18 +259,20 @@ class Checkpoints(Check):
         refused, choices.checkpointing = {}, ["none"]
         policies = [FullCheckpointing(), EveryK(k=2), Selective(keep=Keep.attention), Attention()]
         for policy in policies:
+            name = name_of("checkpointing", policy)
             try:
                 policy.apply(model)
                 wrong = expected.apart(together(model, choices.loss, batches))
+                wrong = wrong and f"checkpointing={name}: {wrong}"
             except TrainerError as error:
                 wrong = str(error)
             if wrong is None:
-                choices.checkpointing.append(name_of("checkpointing", policy))
+                choices.checkpointing.append(name)
             else:
-                refused[name_of("checkpointing", policy)] = wrong
+                refused[name] = wrong
             NoCheckpointing().apply(model)
         if "full" in refused:
-            return True, f"checkpointing=full: {refused['full']}"
+            return True, refused["full"]
         choices.said |= {f"checkpointing={name}: not": why for name, why in refused.items()}
         return False, f"equal: {', '.join(choices.checkpointing)}" + (f"; not: {', '.join(refused)}" if refused else "")
 
@@ -305,9 +308,13 @@ class Template(Check):
         return False, f"{int(targets.sum())} of {len(ids)} tokens are targets"
 
 
+LOGITS = 2.0**-14
+"""Relative difference of logits that another order of sums explains, as of W + BA beside Wx + BAx."""
+
+
 class Reloaded(Check):
     name = "adapter reloads"
-    compares = f"logits of the adapter's files in plain PEFT on plain transformers with those here (values {VALUE:.0e})"
+    compares = f"logits of the adapter's files in plain PEFT on plain transformers with those here (to {LOGITS:.0e})"
     remedy = "the adapter would work here only: this model cannot be trained"
 
     @torch.no_grad()
@@ -332,11 +339,7 @@ class Merged(Check):
         merged = adapted.merge_and_unload()
         together = [_logits(merged, subject.tokens.sample(i)[0]) for i in (0, 2)]
         share = max(((a - b).norm() / a.norm()).item() for a, b in zip(apart, together, strict=True))
-        return not share <= MERGED, f"logits differ by {share:.0e}"
-
-
-MERGED = 2.0**-14
-"""W + BA is summed in another order than Wx + BAx."""
+        return not share <= LOGITS, f"logits differ by {share:.0e}"
 
 
 def _logits(model: torch.nn.Module, ids: np.ndarray) -> torch.Tensor:
@@ -348,7 +351,7 @@ def _logits_apart(subject: Subject, ours: torch.nn.Module, theirs: torch.nn.Modu
         ids = subject.tokens.sample(index)[0]
         expected, found = _logits(theirs, ids), _logits(ours, ids)
         share = ((expected - found).norm() / expected.norm()).item()
-        if not share <= MERGED:
+        if not share <= LOGITS:
             return f"logits differ by {share:.1e}"
     return None
 

@@ -32,8 +32,8 @@ def key_values(words: list[str], allowed: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def run_argument(words: list[str], allowed: tuple[str, ...]) -> tuple[Path, Run]:
-    """The run folder named by run=DIR and the run saved there, on the device that device= says."""
+def run_argument(words: list[str], allowed: tuple[str, ...]) -> tuple[Path, Run, dict[str, str]]:
+    """The run folder named by run=DIR, the run saved there, on the device that device= says, and all arguments."""
     arguments = key_values(words, ("run", TRUST, DEVICE, *allowed))
     if not arguments.get("run"):
         raise ConfigError("run=DIR is missing: which run folder?")
@@ -48,7 +48,7 @@ def run_argument(words: list[str], allowed: tuple[str, ...]) -> tuple[Path, Run]
     saved.config.model.trust_remote_code = arguments.get(TRUST) == "true"
     if DEVICE in arguments:
         saved.config.device = one_of(Device, DEVICE, arguments[DEVICE])
-    return folder, saved
+    return folder, saved, arguments
 
 
 def one_of(kind: type[Choice], key: str, text: str) -> Choice:

@@ -228,7 +228,8 @@ def wandb() -> Iterator[Finding]:
     if _version("wandb") is None:
         yield Finding("W&B", PROBLEM, "not installed", "pip install wandb, or use track=local")
         return
-    from trainer.tracking.wandb import Mode, has_key, host, resolve_mode
+    from trainer.tracking.wandb import Mode, resolve_mode
+    from trainer.tracking.wandb_host import has_key, host
 
     key, mode = has_key(), resolve_mode(Mode.auto).value
     found = f"{address(host())}; {'a key is there' if key else 'no key'}; track.mode=auto is {mode}"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trainer.atomic import write_atomically
-from trainer.commands.arguments import DEVICE, TRUST, key_values, run_argument, whole_number
+from trainer.commands.arguments import run_argument, whole_number
 from trainer.config.saved import with_settings
 from trainer.errors import StorageError
 from trainer.libraries import loading
@@ -33,8 +33,7 @@ Token-weighted loss and perplexity of the run's adapter and of its base, source 
 def run(words: list[str]) -> int:
     settings = [word for word in words if word.startswith("data.")]
     rest = [word for word in words if word not in settings]
-    folder, saved = run_argument(rest, ARGUMENTS)
-    arguments = key_values(rest, ("run", TRUST, DEVICE, *ARGUMENTS))
+    folder, saved, arguments = run_argument(rest, ARGUMENTS)
     limit = whole_number(arguments, "tasks_limit", 1, 0) if "tasks_limit" in arguments else None
     named = any(word.startswith(ROWS) for word in settings)
     saved = with_settings(saved, [*(WHOLE if named else ()), *settings])

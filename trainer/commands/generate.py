@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.arguments import DEVICE, TRUST, key_values, real_number, run_argument, whole_number
+from trainer.commands.arguments import real_number, run_argument, whole_number
 from trainer.data.sources.files import DataFile
 from trainer.data.sources.rows import json_value, read_pieces, text_of
 from trainer.data.tokens.counts import ASKED_AS
@@ -40,8 +40,7 @@ temperature, top_p and top_k asks for drawn tokens; the seed says which.
 
 
 def run(words: list[str]) -> int:
-    folder, saved = run_argument(words, (*ARGUMENTS, *DRAWN))
-    arguments = key_values(words, ("run", TRUST, DEVICE, *ARGUMENTS, *DRAWN))
+    folder, saved, arguments = run_argument(words, (*ARGUMENTS, *DRAWN))
     limit, batch_size = whole_number(arguments, "max_new_tokens", 1, 256), whole_number(arguments, "batch_size", 1, 8)
     prompt, file, to, system = (arguments.get(name) for name in ("prompt", "prompts", "to", "system"))
     _check(prompt, file, to)

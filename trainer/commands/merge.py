@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
-from trainer.commands.arguments import DEVICE, TRUST, key_values, one_of, real_number, run_argument, whole_number
+from trainer.commands.arguments import one_of, real_number, run_argument, whole_number
 from trainer.errors import ConfigError
 from trainer.libraries import loading
 from trainer.units import GIB
@@ -58,8 +58,7 @@ class Float(Enum):
 
 
 def run(words: list[str]) -> int:
-    folder, saved = run_argument(words, ARGUMENTS)
-    arguments = key_values(words, ("run", TRUST, DEVICE, *ARGUMENTS))
+    folder, saved, arguments = run_argument(words, ARGUMENTS)
     rows = whole_number(arguments, ROWS, 0, 8)
     shard_gib, max_kl = real_number(arguments, SHARD, 1e-6, 1.0), real_number(arguments, LIMIT, 0.0)
     dtype = one_of(Float, DTYPE, arguments[DTYPE]).value if DTYPE in arguments else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from trainer.commands.arguments import key_values, run_argument
+from trainer.commands.arguments import run_argument, whole_number
 from trainer.errors import ConfigError
 from trainer.libraries import loading
 
@@ -23,12 +23,9 @@ these steps. show=N: rows of each list. Nothing is written.
 
 
 def run(words: list[str]) -> int:
-    folder, saved = run_argument(words, allowed=("step", "show"))
-    arguments = key_values(words, ("run", "step", "show", "model.trust_remote_code"))
+    folder, saved, arguments = run_argument(words, allowed=("step", "show"))
     first, last = _steps(arguments.get("step", ""))
-    count = arguments.get("show", "10")
-    if not count.isdigit():
-        raise ConfigError(f"show={count}: must be a whole number")
+    count = whole_number(arguments, "show", 0, 10)
     with loading():
         from trainer.run.replay import ranked, replay
         from trainer.tracking.console import Screen, quiet_libraries
@@ -39,10 +36,8 @@ def run(words: list[str]) -> int:
     _say_equal(screen, replayed)
     by_effect, by_norm = ranked(replayed)
     if by_effect:
-        _table(
-            screen, "effect on the held-out loss (above 0 raises it), the most harmful first", by_effect[: int(count)]
-        )
-    _table(screen, "norm of the gradient, the largest first", by_norm[: int(count)])
+        _table(screen, "effect on the held-out loss (above 0 raises it), the most harmful first", by_effect[:count])
+    _table(screen, "norm of the gradient, the largest first", by_norm[:count])
     return 0
 
 

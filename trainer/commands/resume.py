@@ -16,7 +16,7 @@ Continues a stopped run from its last good checkpoint with the configuration sav
 
 
 def run(words: list[str]) -> int:
-    folder, saved = run_argument(words, allowed=())
+    folder, saved, _ = run_argument(words, allowed=())
     began = time.perf_counter()
     with loading():
         from trainer.run.train import run_training

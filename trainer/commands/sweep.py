@@ -16,6 +16,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.commands import search_sweeper
 from trainer.commands.study import Pruning
 from trainer.config.compose import Planned, quoted
 from trainer.config.own import OWN
@@ -55,7 +56,9 @@ def run_sweep(planned: Planned, enter_hydra: Callable[[Callable[[DictConfig], fl
     job = _job(folder.path, search, total, varied, OWN.words())
     _pickle_by_value(OWN.module_of)
     words = ["--multirun", f"hydra.sweep.dir={quoted(folder.path)}", *planned.words]
-    words += ["hydra/sweeper=trainer_search"] if search.draws else []
+    if search.draws:
+        search_sweeper.register()
+        words.append(f"hydra/sweeper={search_sweeper.NAME}")
     try:
         enter_hydra(job, words)
     except SystemExit as stop:

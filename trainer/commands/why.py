@@ -14,7 +14,7 @@ the rows of one step by what they do: trainer replay run=DIR step=N.
 
 
 def run(words: list[str]) -> int:
-    folder, saved = run_argument(words, allowed=())
+    folder, saved, _ = run_argument(words, allowed=())
     with loading():
         from trainer.run.suspects import suspicions
         from trainer.tracking.console import Screen, quiet_libraries

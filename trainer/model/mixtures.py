@@ -41,7 +41,8 @@ def check_experts(model: torch.nn.Module, asked: str) -> None:
     """Raises ModelError for stacks that are not computed expert by expert, as transformers' own interface has it."""
     for name in decoder_experts(model):
         experts = model.get_submodule(name)
-        if not hasattr(experts, "is_transposed") or set(_stacks(experts)) != set(products(experts)):
+        known = hasattr(experts, "is_transposed") and hasattr(experts, "has_gate")
+        if not known or set(_stacks(experts)) != set(products(experts)):
             raise ModelError(
                 f"{asked}: the experts of this {model.config.model_type} ({type(experts).__name__}) are computed in a "
                 "way of their own, so they would stay in 16 bits. Use quant=none."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.config.saved import Run
@@ -12,8 +12,8 @@ from trainer.data.chat.templates import dress
 from trainer.data.tokens.gather import read_data
 from trainer.export.findings import Finding, findings
 from trainer.export.report.run_record import RunRecord
+from trainer.export.rows import as_of
 from trainer.model.loading.base import load_tokenizer
-from trainer.run.beginning import Beginning
 from trainer.run.replay import told
 from trainer.tracking.flight_record import Flights, read_flight
 
@@ -43,8 +43,7 @@ def suspicions(run: Run, folder: Path) -> tuple[list[Suspicion], str | None]:
         return [Suspicion(finding) for finding in found], why
     tokenizer = load_tokenizer(run.config.model)
     dress(tokenizer, run.config.data.chat_template, run.config.model.new_tokens)
-    data = replace(run.config.data, today=Beginning(folder, manifest=record.manifest or None).day(run.config.data))
-    tokens = read_data(data, run.config.seed, tokenizer).train_set
+    tokens = read_data(as_of(run.config.data, folder), run.config.seed, tokenizer).train_set
     if tokens.content_hash() != record.manifest.get("data_hash"):
         return [Suspicion(finding) for finding in found], "the data has changed since the run: no rows are named"
     bad = {step for finding in found for step in finding.steps}

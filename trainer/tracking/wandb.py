@@ -6,23 +6,16 @@ adapter and answers where that is asked for. Not the command line, the environme
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import json
 import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from http import HTTPStatus
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from trainer.redact import address, redacted
 from trainer.registry import option
+from trainer.tracking import wandb_host
 from trainer.tracking.axes import Axes
 from trainer.tracking.trackers import IDENTITY, SUMMARY, Track
 
@@ -66,46 +59,15 @@ class WandB(Track):
     def other_host(self):
         import wandb
 
-        found = host()
+        found = wandb_host.host()
         return None if found == wandb.Settings.model_fields["base_url"].default else address(found)
 
 
-REACH_SECONDS = 5
 INIT_SECONDS = 20
 FINISH_SECONDS = 20
-"""What a host that does not answer can cost, one after the other: under a minute in all."""
-FORMER_HOST = "api.wandb.ai"
-"""W&B's own service under the name that logins of earlier releases carry; W&B still takes them."""
+"""What a host that does not answer can cost, after wandb_host.REACH_SECONDS: under a minute in all."""
 UPLOAD_SECONDS = 600
 """How long an adapter may take to be sent to a host that answers."""
-
-
-def host() -> str:
-    """Address of the tracking service."""
-    import wandb
-
-    return os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
-
-
-def api_key() -> str | None:
-    """The API key that W&B would find without asking."""
-    if os.environ.get("WANDB_API_KEY"):
-        return os.environ["WANDB_API_KEY"]
-    import netrc
-
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        names = [host().split("//")[-1].split("/")[0].split(":")[0]]
-        if not os.environ.get("WANDB_BASE_URL"):
-            names.append(FORMER_HOST)
-        known = netrc.netrc(os.environ.get("NETRC"))
-        found = [login for name in names if (login := known.authenticators(name)) is not None]
-        return found[0][2] if found else None
-    return None
-
-
-def has_key() -> bool:
-    """Whether there is one."""
-    return api_key() is not None
 
 
 def resolve_mode(mode: Mode) -> Mode:
@@ -116,45 +78,7 @@ def resolve_mode(mode: Mode) -> Mode:
     asked = os.environ.get("WANDB_MODE")
     if asked in (Mode.offline.value, Mode.disabled.value):
         return Mode(asked)
-    return Mode.online if has_key() else Mode.offline
-
-
-def malformed_host() -> str | None:
-    """What is wrong with the address in WANDB_BASE_URL, or None."""
-    try:
-        parts = urlsplit(host())
-        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
-            return None
-    except ValueError:
-        pass
-    return f"WANDB_BASE_URL={host()} is no address: it is written http://HOST or https://HOST"
-
-
-def refusal() -> str | None:
-    """Why the service takes no run now, or None: one question to it, with the key, through the machine's proxy.
-
-    wandb itself asks in the background, and says of every failure that the run's id is in use.
-    """
-    login = base64.b64encode(f"api:{api_key()}".encode()).decode()
-    request = urllib.request.Request(
-        host().rstrip("/") + "/graphql",
-        json.dumps({"query": "query Viewer { viewer { id } }"}).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Basic {login}"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=REACH_SECONDS) as answer:
-            json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.TOO_MANY_REQUESTS:
-            return None
-        if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            return f"{host()} refuses the API key ({error.code}): log in with `wandb login`"
-        return f"{host()} answers {error.code} ({error.reason})"
-    except (OSError, HTTPException):
-        return f"{host()} cannot be reached"
-    except ValueError:
-        return f"{host()} answers with something that is not W&B's: a page of a proxy or a login?"
-    return None
+    return Mode.online if wandb_host.has_key() else Mode.offline
 
 
 class WandBTracker:
@@ -181,10 +105,10 @@ class WandBTracker:
     def _decide(self) -> str | None:
         """Why this run is tracked offline, or None."""
         if resolve_mode(self._options.mode) is Mode.offline:
-            return malformed_host() or "no API key, or offline is asked for"
-        if not has_key():
+            return wandb_host.malformed_host() or "no API key, or offline is asked for"
+        if not wandb_host.has_key():
             return "track.mode=online, but there is no API key: log in with `wandb login`"
-        return malformed_host() or refusal()
+        return wandb_host.malformed_host() or wandb_host.refusal()
 
     @property
     def where(self) -> str:
@@ -227,7 +151,7 @@ class WandBTracker:
 
         options, trial = self._options, self._run_dir.name.isdigit()
         sweep = self._run_dir.absolute().parent.name
-        with _usable_address():
+        with wandb_host.usable_address():
             run = wandb.init(
                 project=options.project,
                 group=options.group or (sweep if trial else None),
@@ -295,7 +219,7 @@ class WandBTracker:
         )
         artifact.add_dir(str(self._run_dir / name))
         logged = self.run.log_artifact(artifact)
-        if not self.offline and refusal() is None:
+        if not self.offline and wandb_host.refusal() is None:
             logged.wait(timeout=UPLOAD_SECONDS)
 
     def _safely(self, act: Callable[[], Any]) -> None:
@@ -322,14 +246,3 @@ def _end_service() -> None:
     import wandb
 
     wandb.teardown(exit_code=1)
-
-
-@contextlib.contextmanager
-def _usable_address() -> Iterator[None]:
-    """wandb starts with no malformed address, not even offline: it is out of its sight meanwhile."""
-    malformed = os.environ.pop("WANDB_BASE_URL", None) if malformed_host() is not None else None
-    try:
-        yield
-    finally:
-        if malformed is not None:
-            os.environ["WANDB_BASE_URL"] = malformed

@@ -137,17 +137,7 @@ def train(
                 )
         loop.optimizer.zero_grad(set_to_none=True)
 
-        seconds = time.perf_counter() - started
-        num_tokens = sum(batch.num_tokens for batch in micro_batches)
         state.step = step
-        state.num_tokens += num_tokens
-        state.num_targets += num_targets
-        state.seconds += seconds
         loop.outliers.remember(grad_norm, state.grad_norms)
-        state.window.loss_sum = state.window.loss_sum + step_loss
-        state.window.num_tokens += num_tokens
-        state.window.num_targets += num_targets
-        state.window.flops += flops
-        state.window.step_flops += step_flops
-        state.window.seconds += seconds
+        state.count(micro_batches, step_loss, flops, step_flops, time.perf_counter() - started)
         rng.update(rng_state(device))

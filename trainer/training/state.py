@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import torch
+
+if TYPE_CHECKING:
+    from trainer.data.batches.batch import MicroBatch
 
 
 @dataclass
@@ -60,6 +64,28 @@ class State:
     """evaluations since then"""
     stopped: bool = False
     """before the last step"""
+
+    def count(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_sum: torch.Tensor,
+        flops: float,
+        step_flops: float,
+        seconds: float,
+    ) -> None:
+        """Adds what a step had to the run's sums and to the window's."""
+        num_tokens = sum(batch.num_tokens for batch in micro_batches)
+        num_targets = sum(batch.num_targets for batch in micro_batches)
+        window = self.window
+        self.num_tokens += num_tokens
+        window.num_tokens += num_tokens
+        self.num_targets += num_targets
+        window.num_targets += num_targets
+        self.seconds += seconds
+        window.seconds += seconds
+        window.loss_sum = window.loss_sum + loss_sum
+        window.flops += flops
+        window.step_flops += step_flops
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)

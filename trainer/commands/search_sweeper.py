@@ -1,8 +1,8 @@
-"""Hydra's sweeper of `search=optuna`: Hydra takes plugins from the package `hydra_plugins` only. Found at each start of
-Hydra, so it imports nothing but what Hydra has imported by then."""
+"""Hydra's sweeper of `search=optuna`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -11,9 +11,16 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.commands.drawn_trials import drawn_trials
+
+NAME = "trainer_search"
+"""In the group hydra/sweeper."""
+
 
 class TrainerSearch(Sweeper):
     """Gives the launcher the trials that the trainer's search asks for, a few at a time, until there are enough."""
+
+    __module__ = "hydra_plugins.trainer"  # Hydra makes plugins of this package only
 
     def __init__(self, params: DictConfig | None):
         self.params = dict(params or {})
@@ -25,8 +32,6 @@ class TrainerSearch(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        from trainer.commands.drawn_trials import drawn_trials
-
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")  # as Hydra's own sweeper does
@@ -35,9 +40,9 @@ class TrainerSearch(Sweeper):
             self.launcher.launch(batch, initial_job_idx=number)
 
 
-ConfigStore.instance().store(
-    group="hydra/sweeper",
-    name="trainer_search",
-    node={"_target_": f"{__name__}.TrainerSearch", "params": None},
-    provider="trainer",
-)
+def register() -> None:
+    """Makes it known to Hydra, which locates plugins by their names in that package."""
+    sys.modules[TrainerSearch.__module__] = sys.modules[__name__]
+    Plugins.instance().register(TrainerSearch)
+    target = f"{TrainerSearch.__module__}.{TrainerSearch.__name__}"
+    ConfigStore.instance().store(group="hydra/sweeper", name=NAME, node={"_target_": target, "params": None})
